@@ -12,9 +12,6 @@ import numpy as np
 GREATEST = np.finfo(np.float32).max
 """Largest float32."""
 
-LARGEST_LEVEL = np.float32(2**16)
-"""Bound of the finite values of every code of a small float or table, before scaling."""
-
 
 class Minifloat(NamedTuple):
     """Floating-point format: a sign, `exponent` bits, `mantissa` bits. `dtype` is NumPy's or ml_dtypes'.

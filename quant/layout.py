@@ -1,6 +1,11 @@
 """Layout of a quantised array's buffer: scales, zero points and codes without padding.
 
 Parts are sorted by decreasing item size, so that all are aligned.
+
+Codes of 1 to 8 bits are packed densely: n codes of b bits take ceil(b n / 8) bytes. A width is a sum of 4, 2 and 1.
+Every block of 32 codes is stored plane by plane, the widest first. The 8/w fields of a byte come from elements 32 w/8
+apart: byte j of a block of nibbles holds code j in its lower and code j + 16 in its upper half (ggml's Q4_0 does the
+same). The codes after the last full block are a stream of bits, least significant first.
 """
 
 import math
@@ -9,9 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quant.packing import packed_nbytes
 from quant.spec.granularity import GroupBlocking, blocking, shape_of
 from quant.spec.quant_spec import SCALE_BITS, QuantSpec
+
+BLOCK = 32
+"""Codes per block."""
+
+POWERS = {bits: tuple(power for power in (4, 2, 1) if bits & power) for bits in range(1, 8)}
+"""Planes of every width below 8: 7 bits are 4, 2 and 1."""
+
+
+def packed_nbytes(count: int, bits: int) -> int:
+    """Bytes of `count` packed codes."""
+    return -(-count * bits // 8)
+
 
 STORED: dict[int, np.dtype[Any]] = {32: np.dtype(np.float32), 16: np.dtype(np.uint16)}
 """Dtype of items by bits. 16-bit items hold fp16 or bf16 bits. All other parts are packed bytes."""

@@ -71,9 +71,9 @@ class PredictionRow(NamedTuple):
     simulated: bool  # rather than calculated by formula
 
 
-def layout_of(collective: str, name: str, size: int, nbytes: int, segments: int = 1) -> ChunkLayout:
+def layout_of(collective: str, name: str, size: int, nbytes: int) -> ChunkLayout:
     """Byte ranges of the chunks. `nbytes` is the whole vector, or all blocks, or (alltoall) the blocks of one rank."""
-    return TimedCall(collective, name, segments, size, nbytes).layout
+    return TimedCall(collective, name, 1, size, nbytes).layout
 
 
 def is_quick_to_simulate(collective: str, name: str, size: int, nodes: int = 1) -> bool:

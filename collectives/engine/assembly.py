@@ -47,7 +47,7 @@ class MemoryOperand(NamedTuple):
 
 
 class PeerLink(Protocol):
-    """Mailboxes to and from one peer; `link` is its record, `rank` that of the peer in the communicator."""
+    """Mailboxes to and from one peer. `link` is its record, `rank` that of the peer in the communicator."""
 
     link: np.ndarray
 
@@ -80,7 +80,7 @@ class Point(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Instruction:
-    """One instruction of a stream; the fields that its kind does not need keep their defaults."""
+    """One instruction of a stream. The fields that its kind does not need keep their defaults."""
 
     kind: Kind
     operands: Sequence[MemoryOperand] = ()
@@ -89,10 +89,10 @@ class Instruction:
     """Label of the message beside its flag or in a bounce buffer."""
 
     address_label: int = 0
-    """Label of the message by its address, without the number of addresses; 0 if it may not go by address."""
+    """Label of the message by its address, without the number of addresses. 0 if it may not go by address."""
 
     part: int = 0
-    """Bytes of the parts in which a message travels through bounce buffers; 0: in one."""
+    """Bytes of the parts in which a message travels through bounce buffers. 0: in one."""
 
     reduction: int = COPY
     mine_first: bool = False
@@ -101,7 +101,7 @@ class Instruction:
 
     message: NetworkMessage | None = None
     call: Callable[[], object] | None = None
-    """Function of a CALL; it returns False while it must be called again."""
+    """Function of a CALL. It returns False while it must be called again."""
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,7 @@ class OnMemories:
     """
 
     bases: np.ndarray
-    """Addresses of the program's memories; set by `assemble`."""
+    """Addresses of the program's memories. Set by `assemble`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ def flat(rounds: Rounds) -> list[Instruction]:
 
 
 def assemble(rounds: Rounds, bases: np.ndarray, any_length: bool = False) -> Rows:
-    """Assemble the rows of a program on memories at these addresses; `any_length`: operands are chunks, not bytes."""
+    """Assemble the rows of a program on memories at these addresses. `any_length`: operands are chunks, not bytes."""
     instructions = flat(rounds)
     for one in instructions:
         if isinstance(one.call, OnMemories):

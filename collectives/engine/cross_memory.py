@@ -44,11 +44,11 @@ class CrossMemoryAttach:
         self._readv, self._writev = _system_call("process_vm_readv"), _system_call("process_vm_writev")
 
     def read(self, into: int, origin: int, nbytes: int) -> None:
-        """Copy `nbytes` from address `origin` of that process to address `into` of this one; OSError if refused."""
+        """Copy `nbytes` from address `origin` of that process to address `into` of this one. OSError if refused."""
         self._copy(self._readv, "reading", into, origin, nbytes)
 
     def write(self, source: int, target: int, nbytes: int) -> None:
-        """Copy `nbytes` from address `source` of this process to address `target` of that one; OSError if refused."""
+        """Copy `nbytes` from address `source` of this process to address `target` of that one. OSError if refused."""
         self._copy(self._writev, "writing", source, target, nbytes)
 
     def _copy(self, call: Any, verb: str, ours: int, theirs: int, nbytes: int) -> None:
@@ -66,7 +66,7 @@ class CrossMemoryAttach:
 
 
 def permitted(copy: Callable[[int, int, int], None], ours: int, theirs: int, nbytes: int) -> bool:
-    """Try a method of `CrossMemoryAttach` on these bytes; True if the system has it and permits it."""
+    """Try a method of `CrossMemoryAttach` on these bytes. True if the system has it and permits it."""
     with suppress(OSError):
         copy(ours, theirs, nbytes)
         return True

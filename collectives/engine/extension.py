@@ -49,7 +49,7 @@ def use_mpi() -> None:
 
 
 def reduction_number(function: Callable[..., Any], ufunc: Any, dtype: np.dtype[Any]) -> int:
-    """Number of the reduction ``function(left, right, out=out)`` for rows; -1 if the engine in use does not have it.
+    """Number of the reduction ``function(left, right, out=out)`` for rows. -1 if the engine in use does not have it.
 
     `ufunc` is the function of NumPy that it has the values of.
     """

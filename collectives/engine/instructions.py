@@ -36,7 +36,7 @@ SPREAD = 1 << 13
 """Bytes from which messages shorter than a bounce buffer use all of it in turn, for the same reason as all slots."""
 
 LABELS = 64
-"""Labels of a mark: of messages of so many bytes beside the flag, and of others; see `mailbox.label`."""
+"""Labels of a mark: of messages of so many bytes beside the flag, and of others. See `mailbox.label`."""
 
 KIND = 1 << 18
 """Flags are the number of the message times this, plus its label. Numbers have 45 bits: enough for a year of
@@ -83,7 +83,7 @@ RAISED = 6  # a Python function has raised an error, which the engine raises
 QUEUED = 7  # the call waits for its channel, and nothing was done yet
 
 RESULT_BITS = 3
-"""Bits of the result in the number that a `CallTable` returns; the entry that was started is in the bits above."""
+"""Bits of the result in the number that a `CallTable` returns. The entry that was started is in the bits above."""
 
 COPY = -1
 """`reduction` of a row that only copies."""
@@ -277,7 +277,7 @@ CHANNEL_COUNT = 1  # number of the channels, a power of two
 HELD = 2  # first of a word for each channel: its calls that hold their programs, while no other call starts on it
 
 CLASS_WORDS = 2
-"""Words of a set of size classes, with a bit for each; see `any_length.class_number`."""
+"""Words of a set of size classes, with a bit for each. See `any_length.class_number`."""
 
 # Words of the process.
 HAS_THREAD = 0  # 1 if the progress thread is awake

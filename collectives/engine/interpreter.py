@@ -134,7 +134,7 @@ class RowProgram(MailboxRows):
         return self._places(arrays) is not None
 
     def run(self, *arrays: np.ndarray) -> int:
-        """Start the program on a send and a receive buffer like those of `expect`; `REFUSED` if they are not."""
+        """Start the program on a send and a receive buffer like those of `expect`. `REFUSED` if they are not."""
         found = self._places(arrays)
         if found is None:
             return REFUSED
@@ -147,7 +147,7 @@ class RowProgram(MailboxRows):
         return WAITING if self.is_deferred else self.advance(self.call_polls)
 
     def _places(self, arrays: Sequence[np.ndarray]) -> tuple[list[int], int | None] | None:
-        """Addresses of the memories in these arrays, and the length of the call; None if they are not acceptable."""
+        """Addresses of the memories in these arrays, and the length of the call. None if they are not acceptable."""
         places: list[int] = []
         lengths: set[float] = set()
         for array, expected in zip(arrays, self._expected, strict=True):
@@ -213,7 +213,7 @@ class RowProgram(MailboxRows):
         return DONE
 
     def _run_stream(self, stream: int) -> bool:
-        """Run a stream as far as possible; True at its end."""
+        """Run a stream as far as possible. True at its end."""
         positions, stop = self._positions, self._stops[stream][1]
         while (position := positions[stream]) < stop:
             row = self._rows[position]

@@ -46,7 +46,7 @@ class MailboxRows(RowOperands):
         return peer
 
     def _addresses(self, row: Row, peer: Peer) -> list[tuple[int, int]]:
-        """Address and length of each operand, if the receiver is to read them there; else an empty list.
+        """Address and length of each operand, if the receiver is to read them there. Else an empty list.
 
         It reads a message that is too long for a copy, or in memory that it has mapped.
         """
@@ -81,7 +81,7 @@ class MailboxRows(RowOperands):
                 return False
 
     def _set_flag(self, peer: Peer, label: int, words: list[int]) -> int:
-        """Set the flag of the next message, after the words beside it; returns its number."""
+        """Set the flag of the next message, after the words beside it. Returns its number."""
         number = peer.counts[SENT] + 1
         at = (number & MASK) * WORDS
         for place, word in enumerate(words, at + 1):

@@ -17,7 +17,7 @@ MOST_SLOTS = 256
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
-    """Bytes at an address; the caller keeps them alive."""
+    """Bytes at an address. The caller keeps them alive."""
     if not nbytes:
         return np.empty(0, np.uint8)
     whole: Any = MPI.buffer.fromaddress(address, nbytes)
@@ -25,7 +25,7 @@ def bytes_at(address: int, nbytes: int) -> np.ndarray:
 
 
 class Peer:
-    """Mailboxes to and from a peer, by the record of the link; `counts` are its words."""
+    """Mailboxes to and from a peer, by the record of the link. `counts` are its words."""
 
     def __init__(self, link: np.ndarray) -> None:
         self.record = link[0]

@@ -29,7 +29,7 @@ class Recorder:
         self.words = words.data
 
     def start(self, entry: bytes, turns: memoryview, nbytes: int | None) -> int:
-        """Note the start of a call; returns its number."""
+        """Note the start of a call. Returns its number."""
         assert self.words is not None, "there is a record"
         self.words[0] = number = self.words[0] + 1
         turns[0] = turn = turns[0] + 1

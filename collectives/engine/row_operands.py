@@ -18,7 +18,7 @@ RENDEZVOUS = 1 << 13
 """Bytes from which a message may go by its address, in a program for any length."""
 
 FIRST_OWN = 1 << 10
-"""Lowest number of a reduction of this engine; lower ones are numbers of the compiled engine."""
+"""Lowest number of a reduction of this engine. Lower ones are numbers of the compiled engine."""
 
 reductions: dict[int, tuple[Callable[..., Any], np.dtype[Any]]] = {}
 """Function ``(left, right, out)`` and dtype of each reduction, by its number in rows."""
@@ -56,7 +56,7 @@ class RowOperands:
     def scale(
         self, record: np.ndarray, units: np.ndarray, order: np.ndarray, bounds: np.ndarray, may_choose: np.ndarray
     ) -> None:
-        """Let the program run for any length, by its operands in chunks; see ``scale.c``."""
+        """Let the program run for any length, by its operands in chunks. See ``scale.c``."""
         self._scale, self._units, self._order, self._may_choose = record[0], units.tolist(), order, may_choose
 
     def resize(self, elements: int) -> None:

@@ -61,7 +61,7 @@ class Int8State:
 
 
 def int8_hook(state: Int8State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients of any float type; messages have 8 bits for each element."""
+    """Average gradients of any float type. Messages have 8 bits for each element."""
     averages = bucket.buffer().to(torch.float32, copy=True).div_(state.group.size())
     for number, part in state.split(bucket, averages).items():
         if number in state.lost:

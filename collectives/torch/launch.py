@@ -50,7 +50,7 @@ def make_group(options: Any, pg_options: Mapping[str, Any] | None) -> ProcessGro
 
 
 def rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Store, rank and size of this MPI job, for ``init_method="mpi://"``; sets the variables PyTorch reads. Collective.
+    """Store, rank and size of this MPI job, for ``init_method="mpi://"``. Sets the variables PyTorch reads. Collective.
 
     Rank 0 holds the store.
     """

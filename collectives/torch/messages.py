@@ -32,7 +32,7 @@ def limited(seconds: float, rank: int, *memory: object) -> Iterator[None]:
 
 
 class MessageWork(CompleteWork):
-    """Handle of a message under way, from or to a block of memory; `run_wait` is called with a timeout to wait."""
+    """Handle of a message under way, from or to a block of memory. `run_wait` is called with a timeout to wait."""
 
     def __init__(self, request: MPI.Request, block: Block, is_sent: bool, run_wait: Callable[..., None]) -> None:
         super().__init__([block.tensor])

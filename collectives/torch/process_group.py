@@ -30,7 +30,7 @@ RENAMED = {"Bcast": "broadcast", "Reduce_scatter_block": "reduce_scatter"}
 
 
 def algorithms_of(options: Mapping[str, str]) -> dict[str, str]:
-    """Algorithm by method of a communicator, of algorithms by collective; ValueError for unknown ones."""
+    """Algorithm by method of a communicator, of algorithms by collective. ValueError for unknown ones."""
     chosen: dict[str, str] = {}
     collective_of = {each.name: RENAMED.get(each.name, each.name.lower().removesuffix("v")) for each in DECLARATIONS}
     for collective, algorithm in options.items():
@@ -46,7 +46,7 @@ def algorithms_of(options: Mapping[str, str]) -> dict[str, str]:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Process group of backend ``"chorus"``. PyTorch makes it in `init_process_group` and `new_group`; collective.
+    """Process group of backend ``"chorus"``. PyTorch makes it in `init_process_group` and `new_group`. Collective.
 
     Collectives run inline: a call with ``async_op=True`` is complete when it returns, so that C++ code may wait for it.
     With `overlap` such calls run in a thread, on a second communicator, in the order in which they were made.
@@ -144,7 +144,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
-        """End a group of calls; return one handle for all."""
+        """End a group of calls. Return one handle for all."""
         works, self._coalesced = self._coalesced or [], None
         return SeveralWork(works)
 
@@ -224,7 +224,7 @@ def _normalized(operation: GroupOperation, arguments: tuple[Any, ...], keywords:
 
 
 def _nested(value: Any, depth: int) -> Any:
-    """Tensor, or list of tensors, inside further lists up to a depth; empty lists are as deep as they need be."""
+    """Tensor, or list of tensors, inside further lists up to a depth. Empty lists are as deep as they need be."""
     found, inner = 0, value
     while isinstance(inner, list | tuple):
         found, inner = (found + 1, inner[0]) if inner else (depth, None)

@@ -1,4 +1,4 @@
-"""Tensors as flat NumPy arrays on the same memory; a copy, stored back afterwards, where their memory is not dense."""
+"""Tensors as flat NumPy arrays on the same memory. A copy, stored back afterwards, where their memory is not dense."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Array of any shape on the memory of a dense CPU tensor without gradient; TypeError for other devices.
+    """Array of any shape on the memory of a dense CPU tensor without gradient. TypeError for other devices.
 
     >>> tensor = torch.zeros(2, dtype=torch.bfloat16)
     >>> array_of(tensor)[0] = 1
@@ -41,7 +41,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Dense tensor on the memory of one, or of several that follow one another as parts of one; None for others."""
+    """Dense tensor on the memory of one, or of several that follow one another as parts of one. None for others."""
     first = tensors[0].detach()
     start = end = first.data_ptr()
     for tensor in tensors:

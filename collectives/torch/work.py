@@ -27,7 +27,7 @@ class CompleteWork(Work):
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return True once the results are in the tensors; raise the error of the call, or of the time limit."""
+        """Return True once the results are in the tensors. Raise the error of the call, or of the time limit."""
         return True
 
     def synchronize(self) -> None:
@@ -112,7 +112,7 @@ class Worker(threading.Thread):
             work.run()
 
     def close(self, seconds: float) -> bool:
-        """End the thread after all that was submitted; False if it has not ended in this time."""
+        """End the thread after all that was submitted. False if it has not ended in this time."""
         self._queue.put(None)
         self.join(seconds)
         return not self.is_alive()

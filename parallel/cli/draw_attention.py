@@ -15,7 +15,7 @@ from collectives.cli.arguments import picture_file
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.cli.reports.attention_plots import draw_divisions
 from parallel.nn.attention_mask import AttentionMask
-from parallel.sharding.context.ring_steps import ring_work
+from parallel.sharding.context.cost_formulas import ring_work
 from parallel.sharding.context.sequence_division import DIVISIONS, SequenceDivision
 
 

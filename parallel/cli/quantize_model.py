@@ -35,13 +35,12 @@ from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq import load_model
 from parallel.ptq.calibration import calibrate, dealt
 from parallel.ptq.evaluation import LayerErrorRow, compare, evaluate
-from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.load_model import TrainedModel
 from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.mixed_precision import SENSITIVITIES, WIDTHS, PrecisionMixture, mixture, options_of
 from parallel.ptq.packed_weights import nbytes
 from parallel.ptq.quantize_model import METHODS, check, quantise, with_inputs
-from parallel.ptq.tuning import tune_levels, tune_weights
+from parallel.ptq.tuning import FineTuning, tune_levels, tune_weights
 from parallel.runtime.collective_errors import collective_call
 from parallel.trainer.records import EvalScore
 from quant import PRESETS, PerChannel, PerGroup, QuantSpec, parse

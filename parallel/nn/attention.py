@@ -41,7 +41,7 @@ class CausalAttention(Operator):
         xp, heads = kernels.array_namespace(x), causal_attention.split_heads(x, 3, self.heads)
         q, k, v = heads
         if run.past is not None:
-            k, v = run.past.extended(heads[1:], 3, xp)
+            k, v = run.past.extended(heads[1:], xp)
         before = k.shape[2] - q.shape[2]
         result, scale, probabilities = causal_attention.empty_heads(q, 1, x.dtype), _scale(q), []
         for first, last in causal_attention.blocks(x.shape[1], x):

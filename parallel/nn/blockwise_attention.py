@@ -100,7 +100,7 @@ class BlockwiseAttention(Operator):
         """Attention; saves x, the result, and the log of the sum of exponentials of each query and head."""
         self._expect(x)
         q, kv = self.heads.split(x)
-        kv = kv if run.past is None else run.past.extended(kv, 3, kernels.array_namespace(x))
+        kv = kv if run.past is None else run.past.extended(kv, kernels.array_namespace(x))
         out, log_sum = self._attend(q, kv)
         y = self.heads.merge(out)
         return y, (x, y, log_sum)

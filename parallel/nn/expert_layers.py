@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.nn.array_checks import whole_number
 from parallel.nn.compose import Sequential
-from parallel.nn.feed_forward import feed_forward
+from parallel.nn.linear import feed_forward
 from parallel.nn.mixture import MixtureOfExperts
 from parallel.nn.operator import Init
 from parallel.nn.router import Router, RouterSettings

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from parallel.nn import kernels
-from parallel.nn.activation import Activation
+from parallel.nn.activation import GELU, Activation
 from parallel.nn.array_checks import as_matrix, elements, expect, expect_last, stored, whole_number, widened
 from parallel.nn.operator import (
     ArraySpec,
@@ -99,3 +99,8 @@ class Flatten(Operator):
     def outline(self, x: ArraySpec) -> OperatorOutline:
         expect(len(x.shape) >= 1, self, "at least one axis", x)
         return OperatorOutline(ArraySpec((x.shape[0], math.prod(x.shape[1:])), x.dtype), ())
+
+
+def feed_forward(width: int, hidden: int, init: Init, init_out: Init) -> list[Operator]:
+    """Operators from vectors of `width` over `hidden` features to `width`, with these initial weights."""
+    return [Linear(width, hidden, init=init), GELU(), Linear(hidden, width, init=init_out)]

@@ -15,12 +15,11 @@ from parallel.nn.array_checks import whole_number
 from parallel.nn.attention import self_attention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import Conv2d, MaxPool2d
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.expert_layers import ExpertLayers
-from parallel.nn.feed_forward import feed_forward
-from parallel.nn.linear import Flatten, Linear
+from parallel.nn.linear import Flatten, Linear, feed_forward
 from parallel.nn.norm import LayerNorm
 from parallel.nn.operator import Operator, normal
 from parallel.nn.recompute import recompute_kinds, unit_of, whole_units

@@ -70,13 +70,13 @@ class Past:
         self._kept: list[Array] = []
         self._calls = 0
 
-    def extended(self, new: Array, axis: int, xp: Any) -> Array:
-        """Arrays of the earlier positions and `new` along an axis, which are kept for the next pass."""
+    def extended(self, new: Array, xp: Any) -> Array:
+        """Arrays of the earlier positions and `new` along axis 3. They are kept for the next pass."""
         call, self._calls = self._calls, self._calls + 1
         if call == len(self._kept):
             self._kept.append(new)
         else:
-            self._kept[call] = xp.concatenate([self._kept[call], new], axis)
+            self._kept[call] = xp.concatenate([self._kept[call], new], 3)
         return self._kept[call]
 
     def end_pass(self, positions: int) -> None:

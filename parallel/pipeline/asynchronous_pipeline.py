@@ -51,14 +51,14 @@ class WeightVersions:
             part.context.flat.bind(older[at] if older else part.weights.vector)
 
     def end_backward(self) -> None:
-        """Count one more micro-batch whose backward is done; frees versions that no later one needs."""
+        """Count one more micro-batch whose backward is done. Frees versions that no later one needs."""
         self._later.popleft()
         for version in set(self._older) - set(self._later):
             for pool, vector in zip(self._pools, self._older.pop(version)):
                 pool.give(vector)
 
     def begin_version(self) -> None:
-        """Begin a new version, to be updated in place; first copies the newest if a later backward needs it."""
+        """Begin a new version, to be updated in place. First copies the newest if a later backward needs it."""
         if self.newest in self._later:
             older = self._older[self.newest] = [pool.take() for pool in self._pools]
             for vector, part in zip(older, self._parts):

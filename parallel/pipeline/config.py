@@ -1,4 +1,4 @@
-"""Pipeline settings: schedule, mesh, micro-batches and cuts; fills in open values, by timing of units."""
+"""Pipeline settings: schedule, mesh, micro-batches and cuts. Fills in open values, by timing of units."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ from parallel.sharding.mesh import Mesh
 from quant.types import Array
 
 TIMES = 3
-"""Repetitions per measurement; the shortest time counts."""
+"""Repetitions per measurement. The shortest time counts."""
 
 
 def measure(
     units: Sequence[Operator], loss: Any, x: Array, y: Array, recipe: Precision, *, states: int, device: str = "cpu"
 ) -> list[LayerCost]:
-    """Measure seconds and bytes of each unit for a micro-batch in training; those of the last include the loss.
+    """Measure seconds and bytes of each unit for a micro-batch in training. Those of the last include the loss.
 
     `x` and `y` are in the model's dtypes, `states` is the number of the optimizer's state vectors. The parameters must
     be named, and keep the values that they have; weights of one unit at a time are allocated.
@@ -105,7 +105,7 @@ Take = Callable[[int], tuple[Array, Array]]
 
 
 def schedule_of(settings: Settings) -> str:
-    """Schedule name in ``settings.layout``, or ``auto``; default ``1f1b``. Reads a CSV file into `SCHEDULES`, once.
+    """Schedule name in ``settings.layout``, or ``auto``. Default ``1f1b``. Reads a CSV file into `SCHEDULES`, once.
 
     Raises ValueError if the schedule is unknown or the file is not a table of actions, OSError if it cannot be read.
     """
@@ -120,7 +120,7 @@ def schedule_of(settings: Settings) -> str:
 
 
 def mesh_of(settings: Settings, ranks: int) -> Mesh:
-    """Mesh of the settings; ValueError if invalid for `ranks`.
+    """Mesh of the settings. ValueError if invalid for `ranks`.
 
     By default ``pp`` x ``dp``; along ``pp`` are `stages`, else the ranks in `stage_ranks`, else all.
     """
@@ -138,7 +138,7 @@ def mesh_of(settings: Settings, ranks: int) -> Mesh:
 
 
 def workers(settings: Settings, ranks: int) -> int:
-    """Number of replicas of the pipeline, which share the samples of a step; some ranks may share these."""
+    """Number of replicas of the pipeline, which share the samples of a step. Some ranks may share these."""
     return mesh_of(settings, ranks).samples.size
 
 
@@ -182,12 +182,12 @@ def check(settings: Settings, ranks: int) -> None:
 
 
 def cuts_of(text: str | None) -> tuple[int, ...] | None:
-    """Parse cuts (first unit of each part, then the number of units) such as ``"0,2,5"``; None for None."""
+    """Parse cuts (first unit of each part, then the number of units) such as ``"0,2,5"``. None for None."""
     return None if text is None else _numbers("cuts", text, "0,2,5")
 
 
 def ranks_of(text: str | None) -> tuple[int, ...] | None:
-    """Parse the ranks of each part, such as ``"2,1,1"``; None for None."""
+    """Parse the ranks of each part, such as ``"2,1,1"``. None for None."""
     return None if text is None else _numbers("stage_ranks", text, "2,1,1")
 
 

@@ -24,7 +24,7 @@ from parallel.pipeline.schedule.stage_placement import StagePlacement
 
 @dataclass(frozen=True)
 class SharedParamGroup:
-    """Contiguous run of parameters that the same parts of the model use; `number` in order of the parameter vector.
+    """Contiguous run of parameters that the same parts of the model use. `number` in order of the parameter vector.
 
     `parts` are the parts of the model that use them, ascending; `terms` are the gradients of each part from a backward.
     Of experts that replicas share, `holder` is the position in a team of the replicas that have them
@@ -77,7 +77,7 @@ def divide(
     terms: int = 1,
     holders: Mapping[int, int] | None = None,
 ) -> list[SharedParamGroup]:
-    """Divide a parameter vector into groups by the parts that use them; sets `Parameter.uses` to the most in one part.
+    """Divide a parameter vector into groups by the parts that use them. Sets `Parameter.uses` to the most in one part.
 
     If `reproducible`, gradients of groups with several parts come in so many `terms` (`Parameter.terms`). `holders` are
     the positions in a team of the replicas that have an expert's parameter, by id(parameter).

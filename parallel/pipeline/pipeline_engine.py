@@ -189,7 +189,7 @@ class Pipeline(TrainEngine):
         return share
 
     def _foresee(self, mine: list[Batch]) -> None:
-        """Compute message sizes of the micro-batches before the step; raises an error if one does not fit the model."""
+        """Compute message sizes of the micro-batches before the step. Raises an error if one does not fit the model."""
         for batch in mine:
             self._sequences.expect(batch)
             self._outputs(self._sequences.of_shape(batch.x.shape), batch)
@@ -258,7 +258,7 @@ class Pipeline(TrainEngine):
         return Microbatch(batch.number, leaf, model, x, y, run, self._outputs(model, batch))
 
     def _noting(self, here: list[Microbatch], assignment: Assignment) -> Callable[[int], None] | None:
-        """Add a forecast to the ledger if micro-batch shapes or counts are new; returns a callback then, else None.
+        """Add a forecast to the ledger if micro-batch shapes or counts are new. Returns a callback then, else None.
 
         The callback records the bytes of activations.
         """

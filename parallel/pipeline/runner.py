@@ -41,7 +41,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class StageWork(Protocol):
-    """Interface of a stage's computations; an array is None if missing, or at the model's input and loss.
+    """Interface of a stage's computations. An array is None if missing, or at the model's input and loss.
 
     `forward` returns the output of a chunk (F), `backward` the gradient of its input (B, or BW if `whole`); `weights`
     computes its weight gradients (W) and `update` applies them (U). `output_spec` is that of a part's output.
@@ -69,7 +69,7 @@ class BoundAction:
 
 
 def bind_actions(plan: PipelinePlan, stage: int, title: str = "") -> list[BoundAction]:
-    """Bound actions of one stage, from a plan with messages; `title` is a prefix of their profiler labels."""
+    """Bound actions of one stage, from a plan with messages. `title` is a prefix of their profiler labels."""
     line, actions = [], iter(plan.actions[stage])
     for action in actions:
         bound = _bind_action(plan, action, f"{title}{action}")
@@ -105,7 +105,7 @@ def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
 
 
 class ScheduleRunner:
-    """Executor of one stage's actions; the ranks of `comm` are the stages of one pipeline, in order.
+    """Executor of one stage's actions. The ranks of `comm` are the stages of one pipeline, in order.
 
     With CuPy as `xp` messages pass through host memory. `sent` counts the messages of the last run by receiving stage.
     """
@@ -138,7 +138,7 @@ class ScheduleRunner:
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
     def progress(self) -> None:
-        """Drive MPI progress of messages and gradient sums; called during long computations."""
+        """Drive MPI progress of messages and gradient sums. Called during long computations."""
         if active_requests:
             progress()
         elif self._receiving or self._sending:
@@ -178,7 +178,7 @@ class ScheduleRunner:
         self._receiving[bound.key] = request, message
 
     def _taken(self, bound: BoundAction) -> Array:
-        """Wait for a computation's input and return it; None if missing, or at the model's input and loss."""
+        """Wait for a computation's input and return it. None if missing, or at the model's input and loss."""
         if bound.key not in self._receiving:
             return self._ready.pop(bound.key, None)
         request, message = self._receiving.pop(bound.key)
@@ -201,7 +201,7 @@ class ScheduleRunner:
 
 
 def progress_until(done: Callable[[], bool]) -> None:
-    """Drive MPI progress until ``done()``; sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
+    """Drive MPI progress until ``done()``. Sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
     began = time.perf_counter()
     while not done():
         progress()
@@ -233,7 +233,7 @@ class ActivationMessage:
 
     @property
     def views(self) -> list[Any]:
-        """Arrays on the memory; None without bytes."""
+        """Arrays on the memory. None without bytes."""
         return [
             None if at is None else self.buffer[at : at + spec.nbytes].view(spec.dtype).reshape(spec.shape)
             for spec, at in zip(parts_of(self._specs), self._places)

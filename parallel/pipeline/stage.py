@@ -23,7 +23,7 @@ Compute = Callable[[Array], object]
 
 
 class StageChunk:
-    """Part of the model on this stage; also the sink for the gradients of its parameters.
+    """Part of the model on this stage. Also the sink for the gradients of its parameters.
 
     `number` is that of the part; `units` are numbers of units in the model, ascending; `shares` are this rank's shards
     of its weights.
@@ -104,7 +104,7 @@ class OrderedGroupGradients(GroupGradients):
         self._terms: dict[int, list[tuple[Parameter, Compute]]] = {}
 
     def __call__(self, parameter: Parameter, compute: Compute) -> None:
-        """Keep a term; ValueError if it is one too many: single ranks add them in another order."""
+        """Keep a term. ValueError if it is one too many: single ranks add them in another order."""
         if self._number is None:
             return
         terms = self._terms.setdefault(id(parameter), [])
@@ -153,7 +153,7 @@ class DeferredGradients:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Micro-batch of a pipeline, numbered in the step over all pipelines; `x` and `y` are in the model's dtypes.
+    """Micro-batch of a pipeline, numbered in the step over all pipelines. `x` and `y` are in the model's dtypes.
 
     Of sequences that ranks share they are this rank's part, for which `model` is made; its term of the gradient is
     number `leaf`. Without a number it is empty: one that other replicas have, of whose exchanges this rank makes its
@@ -213,7 +213,7 @@ class StageEvaluator:
         raise NotImplementedError
 
     def _through(self, chunk: StageChunk, microbatch: int, x: Array, keep: bool) -> tuple[MicrobatchPass, Array]:
-        """Forward of a chunk on a micro-batch; returns the pass (arrays for a backward if `keep`) and output or None.
+        """Forward of a chunk on a micro-batch. Returns the pass (arrays for a backward if `keep`) and output or None.
 
         The output is None on the last part of the model and after an error.
         """
@@ -238,7 +238,7 @@ class StageEvaluator:
         return pass_, output
 
     def _given(self, array: Array, part: int, one: Microbatch) -> Array:
-        """Array that came from another stage, of a part's output or its gradient; without samples none comes."""
+        """Array that came from another stage, of a part's output or its gradient. Without samples none comes."""
         spec = one.output_specs[part]
         if array is not None or one.x is None or nbytes_of(spec):
             return array
@@ -246,7 +246,7 @@ class StageEvaluator:
         return made if type(spec) is tuple else made[0]
 
     def _fitting(self, array: Array, part: int, microbatch: int) -> Array:
-        """The array if it has the shape and dtype of the part's outline; else None, and `problem` is set."""
+        """The array if it has the shape and dtype of the part's outline. Else None, and `problem` is set."""
         wanted, found = self.output_spec(part, microbatch), spec_of(array)
         if (
             array is None

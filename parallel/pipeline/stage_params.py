@@ -1,4 +1,4 @@
-"""Share of a rank in a pipelined model and its memory, from settings and shapes; used by engine and forecast."""
+"""Share of a rank in a pipelined model and its memory, from settings and shapes. Used by engine and forecast."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Portion:
         experts: ExpertDivision | None = None,
         device: str = "cpu",
     ) -> Portion:
-        """Share of rank ``division.rank``, from a plan without messages; sets `uses` of all parameters (`divide`).
+        """Share of rank ``division.rank``, from a plan without messages. Sets `uses` of all parameters (`divide`).
 
         `parts_per_rank` are the parts of a sequence that a rank computes one by one.
         """
@@ -96,7 +96,7 @@ class Portion:
         return self.layout if len(places) == 1 else LAYOUTS[self.layout].across_stages or self.layout
 
     def rounds(self, assignment: Assignment) -> int:
-        """Number of micro-batches in this rank's actions of a step; those beyond its assignment are empty."""
+        """Number of micro-batches in this rank's actions of a step. Those beyond its assignment are empty."""
         if self.sharing is not None:
             return max(map(len, assignment))
         return int(LAYOUTS[self.layout].gradients.rounds(assignment, self.replica()))
@@ -152,7 +152,7 @@ class Portion:
         return self.sharing.leaves(mine)[self.replica(rank) // self.sharing.size]
 
     def expect(self, ledger: MemoryLedger, states: int, assignment: Assignment) -> None:
-        """Enter predicted bytes of a step, except activations, in the ledger; each group's maximum over steps counts.
+        """Enter predicted bytes of a step, except activations, in the ledger. Each group's maximum over steps counts.
 
         `states` is the number of the optimizer's state vectors, `assignment` the micro-batches of every pipeline.
         """
@@ -165,7 +165,7 @@ class Portion:
                 ledger.expect(kept, part=group.number)
 
     def activations(self, forms: Sequence[tuple[LengthModel, ArraySpec, ArraySpec]]) -> tuple[Counter[str], int]:
-        """Predicted peak bytes of activations, and of temporaries; `forms`: model and specs of x, y by micro-batch."""
+        """Predicted peak bytes of activations, and of temporaries. `forms`: model and specs of x, y by micro-batch."""
         most = work = 0
         held: dict[tuple[int, int], int] = {}
         plan = truncate(self.plan, len(forms))
@@ -213,7 +213,7 @@ class Portion:
         return truncate(self.plan, microbatches).actions[self.stage()]
 
     def _sums(self, group: SharedParamGroup, division: Division, assignment: Assignment) -> list[Turns]:
-        """Leaf numbers by holder, for each gradient sum of a group in a step; this rank's are in order of arrival.
+        """Leaf numbers by holder, for each gradient sum of a group in a step. This rank's are in order of arrival.
 
         Where ranks sum after every micro-batch, there is one list of all leaves in order of arrival.
         """
@@ -238,12 +238,12 @@ class Portion:
 
 
 def updates_of(line: Sequence[Action]) -> list[tuple[int, ...]]:
-    """Micro-batches of each update of a stage; none where only other replicas have some."""
+    """Micro-batches of each update of a stage. None where only other replicas have some."""
     return [tuple(action.microbatch for action in some) for some in gradients_by_update(line).values()]
 
 
 def replicas_of(mesh: Mesh, ranks: int) -> str:
-    """Mesh axis along which stages have replicas, named after their layout; ``"dp"`` if there is none.
+    """Mesh axis along which stages have replicas, named after their layout. ``"dp"`` if there is none.
 
     Raises ValueError if the mesh lacks stages, has an unknown axis, or another number of ranks.
     """

@@ -16,7 +16,7 @@ import numpy as np
 
 from quant.formats import GREATEST, MINIFLOATS
 from quant.kernels.headers import FORMULAS, constants
-from quant.packing import BLOCK, POWERS, packed_nbytes
+from quant.layout import BLOCK, POWERS, packed_nbytes
 from quant.spec.quant_spec import QuantSpec
 from quant.types import Array
 
@@ -401,7 +401,7 @@ def surely_all(flags: Array) -> bool:
 
 
 def pack(codes: Array, bits: int, out: Array) -> None:
-    """Pack codes of 1 to 7 bits, one per byte, densely into `out`, in the format of `quant.packing`."""
+    """Pack codes of 1 to 7 bits, one per byte, densely into `out`, in the format of `quant.layout`."""
     xp, blocks, rest = array_namespace(codes), len(codes) // BLOCK, len(codes) % BLOCK
     planes = out[: blocks * 4 * bits].reshape(blocks, 4 * bits)
     for power, shift, places in _planes(bits, xp):

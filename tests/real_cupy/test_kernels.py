@@ -27,7 +27,7 @@ from parallel.optim.optimizers import adam, lamb, lamb_direction, lamb_moments, 
 from quant.formats import MINIFLOATS
 from quant.kernels import device_codecs, reference_codecs
 from quant.kernels.reference_codecs import LinearCode
-from quant.packing import packed_nbytes
+from quant.layout import packed_nbytes
 from quant.spec.quant_spec import ROUNDINGS
 
 ARCHITECTURES = (80, 90, 100)

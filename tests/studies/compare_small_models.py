@@ -31,9 +31,8 @@ from parallel.nn.operator import Operator
 from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
-from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.quantize_model import quantise
-from parallel.ptq.tuning import tune_weights
+from parallel.ptq.tuning import FineTuning, tune_weights
 from parallel.trainer.model_transforms import prune
 from parallel.trainer.records import EvalScore
 from parallel.trainer.task_setup import loss_of, measure_of

@@ -12,7 +12,6 @@ LAYERS = [
     "quant.types",
     "quant.formats",
     "quant.spec",
-    "quant.packing",
     "quant.layout",
     "quant.kernels",
     "quant.scaling",

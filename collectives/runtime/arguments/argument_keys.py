@@ -42,7 +42,7 @@ def is_handle(value: Any) -> bool:
 
 
 def _handle_key(value: Any) -> Any:
-    """Key of an operation or a datatype, which never changes its meaning until it is freed; TypeError if it was."""
+    """Key of an operation or a datatype, which never changes its meaning until it is freed. TypeError if it was."""
     if id(value) in _CONSTANTS:
         return id(value)
     if isinstance(value, MPI.Op | MPI.Datatype) and value:
@@ -62,7 +62,7 @@ def is_cupy(array: Any) -> bool:
 
 
 def place_of(array: Any) -> tuple[Any, ...]:
-    """Address and layout of an array of NumPy or CuPy; TypeError if it has gaps."""
+    """Address and layout of an array of NumPy or CuPy. TypeError if it has gaps."""
     if type(array) is _ndarray:
         flags = array.flags.num
         if flags & DENSE:
@@ -73,7 +73,7 @@ def place_of(array: Any) -> tuple[Any, ...]:
 
 
 def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Array of NumPy or CuPy of an argument, None if it has none, and a key of all else; TypeError for other ones.
+    """Array of NumPy or CuPy of an argument, None if it has none, and a key of all else. TypeError for other ones.
 
     The key of an array of CuPy includes its place, as programs run on the arrays that they were bound to.
     """
@@ -97,7 +97,7 @@ def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def view_of(obj: Any) -> tuple[np.ndarray, tuple[Any, ...]]:
-    """Array on the memory of another object, and its key; TypeError if it has none in host memory, or none at all."""
+    """Array on the memory of another object, and its key. TypeError if it has none in host memory, or none at all."""
     if isinstance(obj, _ndarray):
         return np.asarray(obj), (type(obj), obj.shape, obj.dtype)
     if on_host(obj):
@@ -119,7 +119,7 @@ _taken: dict[tuple[type, Any], bool] = {}
 
 
 def _numpy_takes(obj: Any) -> bool:
-    """True if NumPy can read an object with DLPack; found out by a reader of ours.
+    """True if NumPy can read an object with DLPack, as a reader of ours finds out.
 
     As NumPy refuses a dtype, it lets go of the object's capsule during the exception, which not all libraries survive.
     """
@@ -170,7 +170,7 @@ def _part(value: Any) -> Any:
 
 
 def counts_key(counts: Any) -> Any:
-    """Key of a root or counts; where there is none a list, which is unhashable, so that the call is not cached."""
+    """Key of a root or counts. Where there is none a list, which is unhashable, so that the call is not cached."""
     try:
         return [] if counts is None else _part(counts)
     except TypeError:
@@ -208,7 +208,7 @@ class CallKey(NamedTuple):
         return self.plain and all(array.nbytes % length == 0 for array in (self.sendbuf, self.recvbuf))
 
     def offsets(self, memories: tuple[int | None, int | None]) -> tuple[int | None, ...] | None:
-        """Offsets of these memories in the arrays, None for memory elsewhere; None for calls that cannot be found."""
+        """Offsets of these memories in the arrays, None for memory elsewhere. None for calls that cannot be found."""
         if self is UNCACHEABLE or not (type(self.sendbuf) is type(self.recvbuf) is _ndarray):
             return None
         pairs = zip(memories, (self.sendbuf, self.recvbuf))
@@ -240,11 +240,11 @@ def _same_memory(one: Any, other: Any) -> bool:
 
 
 UNCACHEABLE = CallKey((), NO_ARRAY, NO_ARRAY)
-"""Key of calls whose arguments cannot be looked up; compared by identity."""
+"""Key of calls whose arguments cannot be looked up. Compared by identity."""
 
 
 def with_addresses(arguments: tuple[Any, ...], s: Any, r: Any) -> tuple[Any, ...]:
-    """Key that includes the addresses of two arrays; TypeError if they have gaps."""
+    """Key that includes the addresses of two arrays. TypeError if they have gaps."""
     return arguments, *place_of(s), *place_of(r)
 
 

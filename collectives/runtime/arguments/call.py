@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
     @property
     def buffers(self) -> list[Buffer]:
-        """List of the source and target buffers that exist; in place the same one twice."""
+        """List of the source and target buffers that exist. In place the same one twice."""
         return [buffer for buffer in (self.source, self.target) if buffer is not None]
 
     @property
@@ -107,7 +107,7 @@ def staged(buffer: Buffer) -> bool:
 
 
 def call_device(call: Call) -> DeviceMemory | None:
-    """Device of the first buffer of the call that is on one; None if all are in host memory."""
+    """Device of the first buffer of the call that is on one. None if all are in host memory."""
     return next((DeviceMemory(buffer.owner) for buffer in call.buffers if buffer.device), None)
 
 
@@ -126,7 +126,7 @@ def _root(root: Any, size: int) -> int:
 
 
 def is_in_place(spec: Any) -> bool:
-    """True if a buffer argument is MPI.IN_PLACE or None, its synonym in mpi4py; False for a number equal to it."""
+    """True if a buffer argument is MPI.IN_PLACE or None, its synonym in mpi4py. False for a number equal to it."""
     return spec is None or isinstance(spec, InPlace)
 
 
@@ -179,7 +179,7 @@ def _known_lengths(length: int, rank: int, size: int, v_form: bool) -> tuple[int
 
 
 def _unit(buffer: Buffer) -> np.dtype[Any]:
-    """Dtype of the elements to be reduced; a void dtype of the same size where only MPI knows their type.
+    """Dtype of the elements to be reduced. A void dtype of the same size where only MPI knows their type.
 
     Bytes for a datatype without data.
     """

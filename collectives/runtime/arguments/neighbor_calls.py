@@ -42,7 +42,7 @@ def _no_neighbors_in_place(sendbuf: Any) -> None:
 def _of_neighbors(
     spec: Any, neighbors: tuple[int, ...], name: str, v_form: bool, writable: bool, typed: bool = False
 ) -> Side:
-    """As `blocks_of`; the argument of a rank without neighbours is ignored."""
+    """As `blocks_of`. The argument of a rank without neighbours is ignored."""
     if not neighbors:
         return None, (), NONE
     return blocks_of(spec, len(neighbors), name, v_form, writable, typed)

@@ -81,7 +81,7 @@ _SELECTIONS = {MPI.REPLACE.handle: 1, MPI.NO_OP.handle: 0}
 
 OP_NAMES = {handle: rule[0] for handle, rule in (_RULES | _LOCATIONS).items()}
 OP_NAMES |= {MPI.REPLACE.handle: "REPLACE", MPI.NO_OP.handle: "NO_OP"}
-"""Names of MPI's operations by handle; handles differ between processes."""
+"""Names of MPI's operations by handle. Handles differ between processes."""
 
 
 def is_commutative(op: MPI.Op) -> bool:
@@ -96,7 +96,7 @@ def is_commutative(op: MPI.Op) -> bool:
 
 
 def combine(op: MPI.Op, dtype: np.dtype[Any] | None, datatype: MPI.Datatype | None) -> Combiner:
-    """Create the reduction kernel of `op` for elements with a dtype, a datatype or both; raises if it has none."""
+    """Create the reduction kernel of `op` for elements with a dtype, a datatype or both. Raises if it has none."""
     if not isinstance(op, MPI.Op):
         raise InvalidType(MPI.ERR_OP, f"op: expected an MPI.Op, found {op!r}")
     if op == MPI.OP_NULL:
@@ -151,7 +151,7 @@ class ReproducibleFunction:
 
     @classmethod
     def of(cls, ufunc: Callable[..., Any], dtype: np.dtype[Any] | None) -> Self | None:
-        """The function of a ufunc on this dtype; None for numbers that are no floats."""
+        """The function of a ufunc on this dtype. None for numbers that are no floats."""
         if dtype is None or kind(dtype) not in "fc":
             return None
         if ufunc is np.multiply and dtype.kind == "c":
@@ -179,7 +179,7 @@ def _complex_product(left: Vector, right: Vector, out: Vector) -> None:
 
 
 def on_device(kernel: Combiner, dtype: np.dtype[Any], device: DeviceMemory) -> Combiner | None:
-    """Counterpart of a reduction kernel for a device's arrays; None if the device's library does not support it."""
+    """Counterpart of a reduction kernel for a device's arrays. None if the device's library does not support it."""
     ufunc = getattr(device.namespace, kernel.ufunc.__name__, None) if kernel.ufunc is not None else None
     if ufunc is None:
         return None
@@ -218,7 +218,7 @@ def _select(which: int, left: Vector, right: Vector, out: Vector) -> Callable[[]
 
 
 def _locate(better: Callable[..., Any], left: Vector, right: Vector, out: Vector) -> Callable[[], object]:
-    """Bind MAXLOC or MINLOC: write the (value, location) pair with the better value to `out`; ties: lower location."""
+    """Bind MAXLOC or MINLOC: write the (value, location) pair with the better value to `out`. Ties: lower location."""
     take, keep, lower = (np.empty(left.shape, np.bool_) for _ in range(3))
 
     def run() -> None:

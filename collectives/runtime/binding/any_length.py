@@ -27,7 +27,7 @@ from collectives.selection.timing_table import AlgorithmChoice
 from collectives.transport.node.shm import NodeAwareTransport
 
 MOST_BYTES = 1 << 24
-"""Bytes of the data of the longest calls; longer ones take long enough for a program of their own."""
+"""Bytes of the data of the longest calls. Longer ones take long enough for a program of their own."""
 
 
 def class_number(nbytes: int) -> int:
@@ -45,7 +45,7 @@ ALL_CLASSES = (1 << 64 * CLASS_WORDS) - 1
 
 
 def key_of(call: Call, choice: AlgorithmChoice) -> Hashable | None:
-    """Key of programs for any length that could run a call; None if there are none. The length is ``lengths[0]``."""
+    """Key of programs for any length that could run a call. None if there are none. The length is ``lengths[0]``."""
     length, vector = call.lengths[0], MEANINGS[call.collective].vector
     if not length or call.local_counts or call.v_form or call.separate_output or call.copy_input:
         return None
@@ -74,7 +74,7 @@ def bind_any_length(
     scratch: ScratchMemory | None,
     short: bool,
 ) -> Program | None:
-    """Build the program of a call for any length, from the least to the most of `Program.scale`; None if impossible.
+    """Build the program of a call for any length, from the least to the most of `Program.scale`. None if impossible.
 
     `short`: only of lengths whose messages all fit a bounce buffer.
     """
@@ -147,7 +147,7 @@ def _with_unit_chunks(call: Call, choice: AlgorithmChoice, size: int) -> Call:
 
 
 def _orders(*places: Mapping[int, MemorySpan]) -> list[list[int]] | None:
-    """Chunks of source and target in the order of their places; None if there are gaps, or chunks share a place."""
+    """Chunks of source and target in the order of their places. None if there are gaps, or chunks share a place."""
     found: list[dict[int, int]] = [{}, {}]
     for chunk, span in ((chunk, span) for side in places for chunk, span in side.items()):
         if found[span.memory].setdefault(span.start, chunk) != chunk:

@@ -39,7 +39,7 @@ def bind(
     first: Iterable[Local] = (),
     last: Iterable[Local] = (),
 ) -> Program:
-    """Build the program that runs a task between these arrays over a transport; the program frees the transport.
+    """Build the program that runs a task between these arrays over a transport. The program frees the transport.
 
     `source` and `target` are the same for a call in place. Scratch memory and local work are at `place`: on a device,
     in host memory that programs share, or, by default, in host memory of the program's own. `first` and `last` run
@@ -234,7 +234,7 @@ class _ProgramBinder:
     # -------------------------------------------------------------------------------- messages and actions
 
     def _sends(self, step: Send, changing: list[MemorySpan]) -> Iterator[tuple[BoundMessage, list[MemorySpan]]]:
-        """Bind a step's send, in segments; yield each message with the memory it reads. Reductions write `changing`."""
+        """Bind a step's send, in segments. Yield each message with the memory it reads. Reductions write `changing`."""
         for rows in split(aligned_spans(self.chunks.locations(step.chunks)), self.chunks.segment_counts(step)):
             places = [place for (place,) in rows]
             stable = not overlap(places, changing)

@@ -39,7 +39,7 @@ SEGMENT = 1 << 18
 """Bytes of a segment of a long message over a network: a few fit its queues, and the second-level cache."""
 
 LINE = 64
-"""Bytes; chunks of a vector are multiples where it is long enough."""
+"""Bytes. Chunks of a vector are multiples where it is long enough."""
 
 
 def call_task(call: Call, choice: AlgorithmChoice, rank: int, size: int, nodes: Nodes | None = None) -> Task:
@@ -88,7 +88,7 @@ def span(call: Call, blocks: Blocks) -> int:
 
 
 def buffer_spans(call: Call) -> tuple[int, int]:
-    """Lengths of source and target buffer as of `span`; in place both are the longer one."""
+    """Lengths of source and target buffer as of `span`. In place both are the longer one."""
     source, target = span(call, call.send_blocks), span(call, call.recv_blocks)
     return (max(source, target),) * 2 if call.in_place else (source, target)
 
@@ -130,7 +130,7 @@ def check_no_overlap(call: Call) -> None:
 
 
 def _blocks_overlap(call: Call) -> bool:
-    """True if a block that is sent and one that is received have bytes in common; one may lie in gaps of the other."""
+    """True if a block that is sent and one that is received have bytes in common. One may lie in gaps of the other."""
     assert call.source is not None and call.target is not None, "their spans meet"
     unit, ranges = call.unit.itemsize, []
     sides = (call.source.address, call.send_blocks), (call.target.address, call.recv_blocks)
@@ -200,7 +200,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
 
 
 def as_device_call(call: Call) -> tuple[Call, DeviceMemory] | None:
-    """(call with the device's reduction, device); None unless one device holds all buffers, dense, and can reduce."""
+    """(call with the device's reduction, device). None unless one device holds all buffers, dense, and can reduce."""
     ends = call.buffers
     if not ends or not all(buffer.device and buffer.contiguous for buffer in ends):
         return None
@@ -221,7 +221,7 @@ def bind_call(
     first: Sequence[Callable[[], object]] = (),
     nodes: Nodes | None = None,
 ) -> Program:
-    """Build the program of a call with the chosen algorithm, at a place as of `bind`; `first` runs before all else."""
+    """Build the program of a call with the chosen algorithm, at a place as of `bind`. `first` runs before all else."""
     device = None if isinstance(place, ScratchMemory) else place
     ends = buffer_ends(call, device)
     program = bind(
@@ -244,7 +244,7 @@ def bind_call(
 
 
 def reduce_kernel(call: Call) -> Combiner | None:
-    """Reduction kernel for the program's arrays, as raw bytes for derived datatypes; None without a reduction."""
+    """Reduction kernel for the program's arrays, as raw bytes for derived datatypes. None without a reduction."""
     kernel = call.combine
     if kernel is None or call.unit.type is not np.void or call.unit.names is not None:  # bfloat16 is of kind V too
         return kernel
@@ -271,7 +271,7 @@ def is_bound_anew(call: Call, choice: AlgorithmChoice, most: float = inf) -> boo
 
 
 def call_mark(call: Call, choice: AlgorithmChoice) -> int:
-    """Checksum, below `MARKS`, of the arguments that must be equal on all ranks; in the flags of mailbox messages.
+    """Checksum, below `MARKS`, of the arguments that must be equal on all ranks. Flags of mailbox messages have it.
 
     By it a receiver detects messages of another call.
     """
@@ -281,7 +281,7 @@ def call_mark(call: Call, choice: AlgorithmChoice) -> int:
 
 
 def mark_without_length(call: Call, choice: AlgorithmChoice) -> int:
-    """Checksum, below `MARKS`, of all arguments that must be equal but the length; see `mark_of`."""
+    """Checksum, below `MARKS`, of all arguments that must be equal but the length. See `mark_of`."""
     facts: list[object] = [call.collective, call.root, choice.algorithm, choice.segments]
     if call.combine is not None:
         facts += [str(call.unit), OP_NAMES.get(call.op, "user-defined")]
@@ -291,7 +291,7 @@ def mark_without_length(call: Call, choice: AlgorithmChoice) -> int:
 def program_key(
     call: Call, choice: AlgorithmChoice, addresses: bool, device: DeviceMemory | None = None, offsets: Hashable = None
 ) -> Hashable:
-    """Cache key of the program that a call can use; with `addresses` it contains those of the call's buffers.
+    """Cache key of the program that a call can use. With `addresses` it contains those of the call's buffers.
 
     `offsets` are those of the memories in the arrays of calls that are found by their arguments.
     """
@@ -316,7 +316,7 @@ def overlaps(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def memories(call: Call) -> tuple[int | None, int | None]:
-    """Addresses in the user's arrays of the source and target of the call's program; None for memory of its own."""
+    """Addresses in the user's arrays of the source and target of the call's program. None for memory of its own."""
     source = call.target if call.separate_output else None if call.copy_input else call.source
     target = None if call.separate_output else call.target
     return (None if source is None else source.address), (None if target is None else target.address)

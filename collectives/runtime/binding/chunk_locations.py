@@ -80,7 +80,7 @@ class ChunkLocations:
         return self._placed(self._destination[chunk] for chunk in numbers(chunks))
 
     def _placed(self, spans: Iterable[MemorySpan]) -> list[MemorySpan]:
-        """Spans in memory; those of a memory that has rows are of packed data."""
+        """Spans in memory. Those of a memory that has rows are of packed data."""
         rows = self._task.rows
         if not rows:
             return list(spans)

@@ -66,7 +66,7 @@ def bind_count_exchange(
 def bind_after_exchange(
     call: Call, exchange: CountExchange, bind_call: Callable[[Call], Program], stream: DeviceMemory | None
 ) -> Program:
-    """Program that exchanges block lengths at its first start, then binds and runs the call; later it only runs it."""
+    """Program that exchanges block lengths at its first start, then binds and runs the call. Later it only runs it."""
     source = with_own_datatype(call.source)  # the user may free the datatypes before binding
     target = source if call.target is call.source else with_own_datatype(call.target)
     call = call._replace(source=source, target=target)

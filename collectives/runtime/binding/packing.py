@@ -26,7 +26,7 @@ LONG_ROW, SHORT_ROW = 1 << 11, 1 << 6
 """Mean bytes of rows that messages leave from and go to directly, and the same of those with a datatype a block."""
 
 MOST_RUNS = 1024
-"""Most runs of bytes of a buffer that are packed one by one; the MPI packs others."""
+"""Most runs of bytes of a buffer that are packed one by one. The MPI packs others."""
 
 MOST_LAYOUTS = 256
 
@@ -34,7 +34,7 @@ _layouts: dict[tuple[Any, ...], BufferRows | None] = {}
 
 
 def rows_in_place(call: Call, buffer: Buffer) -> BufferRows | None:
-    """Rows of a buffer with gaps that messages of the call leave from and go to without a packed copy; None if none do.
+    """Rows of a buffer with gaps that messages of the call leave from and go to without a packed copy. None if none do.
 
     The rows of a datatype for each block are cut to parts of a bounce buffer. Of others the peer may read each by a
     system call.

@@ -12,7 +12,7 @@ from collectives.transport.wire import BoundMessage
 
 
 class RoundAction(NamedTuple):
-    """Local work of a step, run once `message` is complete (None: all of the round); then `following` is started."""
+    """Local work of a step, run once `message` is complete (None: all of the round). Then `following` is started."""
 
     step: int
     message: BoundMessage | None
@@ -39,7 +39,7 @@ class RoundBuilder:
         return self.streams["local"]
 
     def _add(self, message: BoundMessage, stream: list[Instruction] | None = None) -> None:
-        """Append a message to its stream; a network message gets one of its own, after its start in `stream`."""
+        """Append a message to its stream. A network message gets one of its own, after its start in `stream`."""
         if message.key is None and id(message) in self._later and stream is None:
             return
         if message.key is not None:
@@ -59,7 +59,7 @@ class RoundBuilder:
         self._sent.append((message, places))
 
     def receive(self, message: BoundMessage, onto: list[MemorySpan]) -> None:
-        """Append a receive; if it reduces `onto` memory directly, it waits for what must read or write that before."""
+        """Append a receive. If it reduces `onto` memory directly, it waits for what must read or write that before."""
         for other, places in (*self._sent, *self._reduced) if onto else ():
             if overlap(places, onto) and other.key != message.key:
                 self.streams[message.key].append(waiting(self._ends[id(other)]))

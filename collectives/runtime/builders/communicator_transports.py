@@ -99,7 +99,7 @@ class Transports:
         self._tags = (32767 if largest_tag is None else int(largest_tag)) // 2
 
     def reserve(self, channel: int) -> bool:
-        """Allocate the mailboxes of a channel unless it has them; False on all ranks if one cannot. Collective."""
+        """Allocate the mailboxes of a channel unless it has them. False on all ranks if one cannot. Collective."""
         if self.node is None or channel in self.node.channels:
             return True
         found = self.node.add_channel(channel)
@@ -133,11 +133,11 @@ class Transports:
 
     @property
     def message_speed(self) -> MessageSpeed:
-        """Speed of messages on the slowest node; zeros without shared memory, or cores enough."""
+        """Speed of messages on the slowest node. Zeros without shared memory, or cores enough."""
         return MessageSpeed() if self.node is None else self.node.speed
 
     def consume_tag(self) -> int:
-        """Return a new MPI tag for the next non-blocking call; the same on all ranks, which count these calls."""
+        """Return a new MPI tag for the next non-blocking call. The same on all ranks, which count these calls."""
         self.nonblocking[STARTED] += 1
         return 1 + int(self.nonblocking[STARTED]) % (self._tags - 1)
 
@@ -185,7 +185,7 @@ class Transports:
         return NodeAwareTransport(self.node, channel, edges, network, streamed, mark, self.chunks, itemsize)
 
     def gpu_channel(self, channel: int | None) -> GpuChannel | None:
-        """Meetings of a channel's calls on the GPU that all ranks share, or on several with access; None without."""
+        """Meetings of a channel's calls on the GPU that all ranks share, or on several with access. None without."""
         return None if self.sharing.gpu is None or channel is None else self.sharing.gpu.channel(channel)
 
     @property
@@ -212,14 +212,14 @@ class Transports:
         return f"{'staged' if len(reasons) > 1 else 'pinned'}: {'; '.join(dict.fromkeys(reasons))}"
 
     def leave(self) -> Mismatch | None:
-        """Mark this rank as one that makes no more calls; the error of a message that it, or a peer, has not read."""
+        """Mark this rank as one that makes no more calls. The error of a message that it, or a peer, has not read."""
         status = MPI.Status()
         if any(self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status) for _ in range(PROBES)):
             return mismatch(self.comm.Get_rank(), status.Get_source(), None, status.Get_count(MPI.BYTE))
         return None if self.node is None else self.node.leave(self.edges)
 
     def free(self, is_broken: bool = False) -> None:
-        """Free shared memory; programs must have been freed before, but for those of a call that `is_broken`."""
+        """Free shared memory. Programs must have been freed before, but for those of a call that `is_broken`."""
         if self.sharing.gpu is not None:
             self.sharing.gpu.close()
         if self.pinning.mailboxes is not None:

@@ -46,7 +46,7 @@ KINDS = {
     for names, kinds in (("SUM PROD", "iufc"), ("MAX MIN", "iuf"), ("LAND LOR LXOR", "iub"), ("BAND BOR BXOR", "iu"))
     for name in names.split()
 }
-"""Kinds of NumPy elements on which MPI defines an operation; none for those that are missing here."""
+"""Kinds of NumPy elements on which MPI defines an operation. None for those that are missing here."""
 
 
 AWAITED = "other ranks in the MPI's own collective"
@@ -59,12 +59,12 @@ UNSOUND: dict[tuple[str, str, str], str] = {
 
 
 def unsound(method: str, form: str) -> str | None:
-    """Known bug of this method and form in the MPI library in use, as a phrase; None if there is none."""
+    """Known bug of this method and form in the MPI library in use, as a phrase. None if there is none."""
     return UNSOUND.get((MPI.get_vendor()[0], method, form))
 
 
 def refusal(call: Call, form: Form) -> str | None:
-    """Known reason why MPI's own collective cannot run the call (bug, operation, dtype), or None; same on all ranks."""
+    """Known reason why MPI's own collective cannot run the call (bug, operation, dtype), or None. Same on all ranks."""
     wrong = unsound(METHODS[call.collective][call.v_form], form)
     if wrong is not None or call.operation is None:
         return wrong
@@ -85,7 +85,7 @@ def check(call: Call, form: Form) -> None:
 
 
 def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, size: int) -> tuple[Any, ...]:
-    """Positional arguments for mpi4py's method of the call; `source` and `target` are its dense arrays."""
+    """Positional arguments for mpi4py's method of the call. `source` and `target` are its dense arrays."""
     meaning, here = MEANINGS[call.collective], call.in_place and call.source is not None
     if call.collective == "barrier":
         return ()
@@ -108,7 +108,7 @@ def arguments(call: Call, source: np.ndarray, target: np.ndarray, rank: int, siz
 
 
 def _side(array: np.ndarray, call: Call, blocks: Blocks, several: bool) -> Any:
-    """Send or receive argument for mpi4py; with counts and offsets if a v-form has a block per rank (`several`)."""
+    """Send or receive argument for mpi4py. With counts and offsets if a v-form has a block per rank (`several`)."""
     if not (several and call.v_form):
         return [array, MPI.BYTE]
     numbers = sorted(blocks)
@@ -142,7 +142,7 @@ def _on_arrays(method: Callable[..., None], call: Call, program: Program) -> Cal
 
 
 class _OwnCollective:
-    """The MPI's own blocking collective; its non-blocking form if waits have a time limit."""
+    """The MPI's own blocking collective. Its non-blocking form if waits have a time limit."""
 
     def __init__(self, comm: MPI.Intracomm, method: str, positional: tuple[Any, ...]) -> None:
         self._run = partial(getattr(comm, method), *positional)
@@ -182,7 +182,7 @@ def program(
     first: Sequence[Local] = (),
     last: Sequence[Local] = (),
 ) -> Program:
-    """Program that calls mpi4py's method on these dense arrays; raises if `form` is persistent and the MPI lacks it.
+    """Program that calls mpi4py's method on these dense arrays. Raises if `form` is persistent and the MPI lacks it.
 
     `first` and `last` run before and after, such as staging.
     """

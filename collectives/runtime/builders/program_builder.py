@@ -51,7 +51,7 @@ DEFERRED_BYTES = 1 << 17
 
 
 class ProgramBuilder:
-    """Builds the programs of calls over `transports`; with `async_progress`, those of long messages are `deferred`."""
+    """Builds the programs of calls over `transports`. With `async_progress`, those of long messages are `deferred`."""
 
     def __init__(self, transports: Transports, async_progress: bool) -> None:
         self._comm, self._transports, self._async_progress = transports.comm, transports, async_progress
@@ -63,7 +63,7 @@ class ProgramBuilder:
     def on_device(
         self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False
     ) -> tuple[Call, DeviceMemory | None]:
-        """(call to bind, its device); the device is None if the data is on the host or must be staged there.
+        """(call to bind, its device). The device is None if the data is on the host or must be staged there.
 
         With `any_algorithm` the kernels of a GPU that all ranks share, or the copies of a rank that is alone, may take
         the place of the chosen one.
@@ -90,7 +90,7 @@ class ProgramBuilder:
         shared: bool = False,
         device: DeviceMemory | None = None,
     ) -> Wire:
-        """Create the transport of a call's program; see `Transports.wire`.
+        """Create the transport of a call's program. See `Transports.wire`.
 
         Messages are not cut if they are read from `shared` memory, or copied by the progress thread: a wait for each
         part takes it long.
@@ -115,7 +115,7 @@ class ProgramBuilder:
         channel: int | None = BLOCKING_CHANNEL,
         shared: bool = False,
     ) -> Program:
-        """Build the program of a call on its own memory; `first` runs before all else."""
+        """Build the program of a call on its own memory. `first` runs before all else."""
         program = self._bind(call, choice, form, device, first, channel, shared)
         return self.described(program, call, choice, form, channel)
 
@@ -171,7 +171,7 @@ class ProgramBuilder:
     def bind_any_length(
         self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
     ) -> Program | None:
-        """Build the program of a call for any length, or any `short` one; None if there is none."""
+        """Build the program of a call for any length, or any `short` one. None if there is none."""
         among_nodes = self._transports.node is None or self._transports.nodes is not None
         if among_nodes or self._transports.chunks is not None or self._async_progress:
             return None

@@ -18,7 +18,7 @@ PHRASES = {
     Kind.NET_RECV: ("a message from", "messages from"),
     Kind.NET_SEND: ("the end of a send to", "the ends of sends to"),
 }
-"""Description of what rows of a kind wait for, by one peer and by several; a NET_WAIT by the kind of its message."""
+"""Description of what rows of a kind wait for, by one peer and by several. A NET_WAIT by the kind of its message."""
 
 
 class AwaitedProgram:
@@ -46,7 +46,7 @@ class AwaitedProgram:
         return int(self.engine.moves)
 
     def stall(self, idle: float) -> None:
-        """Look at the ranks that the program has waited for, `idle` seconds without progress; see `watcher.look`."""
+        """Look at the ranks that the program has waited for, `idle` seconds without progress. See `watcher.look`."""
         number, peers = int(self.engine.round), dict[int, tuple[int, int]]()
         for one in self._waiting(number):
             if one.link is not None:
@@ -64,11 +64,11 @@ class AwaitedProgram:
         self.engine.note_end(CallState.WAS_LEFT)
 
     def _world(self, rank: int) -> int:
-        """Rank in MPI.COMM_WORLD of one in the communicator; negative if it is in another world, or unknown."""
+        """Rank in MPI.COMM_WORLD of one in the communicator. Negative if it is in another world, or unknown."""
         return self.world_ranks[rank] if rank < len(self.world_ranks) else -1
 
     def _round_of(self, number: int) -> int:
-        """Round of the schedule, from 1, that a round of the program belongs to; -1 if unknown."""
+        """Round of the schedule, from 1, that a round of the program belongs to. -1 if unknown."""
         reached = [index for index, first in self.begins if first <= number]
         return reached[-1] + 1 if reached else -1
 

@@ -80,16 +80,16 @@ class Operation:
     persistent = False
 
     device: DeviceMemory | None = None
-    """Device of the memory; its stream at the start is that of the whole operation."""
+    """Device of the memory. Its stream at the start is that of the whole operation."""
 
     _handle: Any = None
-    """MPI's handle of a `NativeRequest`, to be completed at the end; None once it has ended."""
+    """MPI's handle of a `NativeRequest`, to be completed at the end. None once it has ended."""
 
     _context: Callable[[], AbstractContextManager[None]] | None = None
     _gate: Callable[[], bool] | None = None
     _broken = False
     _active = _startable = False
-    """Active, or an idle persistent request, and managed by Python; not while compiled code manages it."""
+    """Active, or an idle persistent request, and managed by Python. Not while compiled code manages it."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Operation:
 
     @property
     def is_done(self) -> bool:
-        """True if nothing of the program is left to be run; `_end` may be under way."""
+        """True if nothing of the program is left to be run. `_end` may be under way."""
         return self._ending or not (self.active or self._is_lone)
 
     @property
@@ -141,7 +141,7 @@ class Operation:
                 self._start_program()
 
     def activate(self) -> None:
-        """Activate the request; the caller holds `progress_lock`."""
+        """Activate the request. The caller holds `progress_lock`."""
         self._active = True
         active_requests.append(self)
         if not progress_words[HAS_THREAD]:
@@ -157,7 +157,7 @@ class Operation:
             self.resume(self.program)
 
     def resume(self, program: Program) -> None:
-        """Activate the request of a `program` that `start_on` has started; compiled code goes on with it, if it can."""
+        """Activate the request of a `program` that `start_on` has started. Compiled code goes on with it, if it can."""
         result = program.engine.activate(self) if mpi_is_thread_safe() and not program.deferred else REFUSED
         if result == REFUSED:
             with progress_lock:
@@ -196,7 +196,7 @@ class Operation:
         return bool(ended)
 
     def _go_on(self) -> bool:
-        """Advance the program; True if it has ended."""
+        """Advance the program. True if it has ended."""
         program = self.program
         return bool(self._do(program.advance)) if program.is_reentrant else self._run_step(program.advance)
 
@@ -229,7 +229,7 @@ class Operation:
             self._advance()
 
     def _advance_within_node(self) -> None:
-        """Advance the program if that needs no call of the MPI; `_advance` then completes the request."""
+        """Advance the program if that needs no call of the MPI. `_advance` then completes the request."""
         if self._runs and self.on_end is None and self.program.needs_no_mpi:
             self._go_on()
 
@@ -270,7 +270,7 @@ class Operation:
             return None
 
     def _break_off(self, error: BaseException, in_program: bool = True) -> None:
-        """Mark the operation as aborted and end it; keep an error for `Test` or `Wait`, and the memory in `orphans`."""
+        """Mark the operation as aborted and end it. Keep an error for `Test` or `Wait`, and the memory in `orphans`."""
         if isinstance(error, Exception):
             self.error = error
         self._broken = True
@@ -324,24 +324,21 @@ class Operation:
             discard(active_requests, self)
 
     def _complete_if_ended(self) -> None:
-        """Complete a non-blocking operation that compiled code has ended.
-
-        Ctrl-C may be noticed as compiled code returns, so that nobody gets its result.
-        """
+        """Complete a non-blocking operation that compiled code has ended, as Ctrl-C may have taken that result."""
         with progress_lock:
             ended = self.holds_program and not (self.persistent or self.active or self._is_lone)
             if ended and self.program.is_compiled:
                 self._end()
 
     def _hand_over(self) -> None:
-        """Let compiled code manage a persistent request just started, if it can; the caller holds `progress_lock`."""
+        """Let compiled code manage a persistent request just started, if it can. The caller holds `progress_lock`."""
         program = self.program
         if program.is_compiled and not program.deferred and mpi_is_thread_safe():
             program.engine.manage(self, self._active)
             self._active = self._startable = False
 
     def take_back(self) -> None:
-        """Manage the request in Python from now on; the caller holds `progress_lock`."""
+        """Manage the request in Python from now on. The caller holds `progress_lock`."""
         if self.program.engine.runs_for(self):
             self._active = True  # no thread may see it inactive in between
         elif not self.program.is_startable:

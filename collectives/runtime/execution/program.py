@@ -62,7 +62,7 @@ Local = Instruction | Callable[[], object] | Wait
 
 
 Placement = tuple[Sequence[int | None], int]
-"""Addresses of a call's memories, and its length; see `Program.place`."""
+"""Addresses of a call's memories, and its length. See `Program.place`."""
 
 
 def stepping(step: Local) -> Instruction:
@@ -104,7 +104,7 @@ class Program(AwaitedProgram):
     """Entry of its calls in the record, and the number of calls on its channel."""
 
     runs_native: Callable[[Any, Any], bool] | None = None
-    """``runs_native(sendbuf, recvbuf)`` runs the MPI's collective on other arrays like these; False if it cannot."""
+    """``runs_native(sendbuf, recvbuf)`` runs the MPI's collective on other arrays like these. False if it cannot."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Program(AwaitedProgram):
         return available() and self.needs_no_mpi
 
     def place(self, addresses: Sequence[int | None], length: int = 0) -> None:
-        """Let the next run use source and target at other addresses; None for memory of the program's own.
+        """Let the next run use source and target at other addresses. None for memory of the program's own.
 
         `length`: that of the call, for a program for any length.
         """
@@ -223,7 +223,7 @@ class Program(AwaitedProgram):
             self.engine.expect(number, memory in self._written, *place, nbytes, per_element)
 
     def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
-        """Bytes by which an array grows with each element of a call, in a program for any length; 0 in others."""
+        """Bytes by which an array grows with each element of a call, in a program for any length. 0 in others."""
         return 0 if self.scale is None or address is None else array.nbytes // length
 
     def shorten_calls(self) -> None:
@@ -241,14 +241,14 @@ class Program(AwaitedProgram):
             self.finish()
 
     def on_arrays(self, sendbuf: Any, recvbuf: Any) -> bool:
-        """Run the program on these arrays; False, and nothing is done, if they are not like those of `expect`."""
+        """Run the program on these arrays. False, and nothing is done, if they are not like those of `expect`."""
         result = self.start_on(sendbuf, recvbuf)
         if result == WAITING:
             self.go_on()
         return result != REFUSED
 
     def start_on(self, sendbuf: np.ndarray, recvbuf: np.ndarray) -> int:
-        """Start the program on these arrays; returns a result of the engine, or an error is raised.
+        """Start the program on these arrays. Returns a result of the engine, or an error is raised.
 
         It is `REFUSED` if they are not like those of `expect`.
         """
@@ -261,7 +261,7 @@ class Program(AwaitedProgram):
 
     @property
     def ended(self) -> bool:
-        """True once the program has ended, until it is started again; the engine notes the end."""
+        """True once the program has ended, until it is started again. The engine notes the end."""
         return not self.engine.is_running
 
     @property
@@ -293,24 +293,24 @@ class Program(AwaitedProgram):
         self.wire.use_tag(tag)
 
     def start(self) -> bool:
-        """Start the program, and `advance` unless it is `deferred`; if False, `advance` or `finish` must follow."""
+        """Start the program, and `advance` unless it is `deferred`. If False, `advance` or `finish` must follow."""
         self.engine.begin()
         return not self.deferred and self.advance()
 
     def advance(self) -> bool:
-        """Run as far as possible without blocking; True if the end is reached."""
+        """Run as far as possible without blocking. True if the end is reached."""
         self.note(self.engine.advance(0))
         return self.ended
 
     def advance_patiently(self, naps: int) -> int:
-        """Run as far as possible without the interpreter's lock (GIL); the result is for `note`.
+        """Run as far as possible without the interpreter's lock (GIL). The result is for `note`.
 
         It sleeps up to `naps` times while it waits for messages.
         """
         return int(self.engine.advance_patiently(PATIENT_POLLS, naps))
 
     def poll(self) -> bool:
-        """`advance` after some polls for messages; True if the end is reached."""
+        """`advance` after some polls for messages. True if the end is reached."""
         self.note(self.engine.advance(self.spins))
         return self.ended
 
@@ -336,7 +336,7 @@ class Program(AwaitedProgram):
             wait.blocks = blocks and not has_deadline()
 
     def free(self) -> None:
-        """Free the messages; the program cannot run again."""
+        """Free the messages. The program cannot run again."""
         self.wire.free()
         for derived in ("instructions", "rows", "engine", "kinds", "_written", "_waits"):
             self.__dict__.pop(derived, None)

@@ -32,7 +32,7 @@ LONGEST_SLEEP = 5e-3
 A check interrupts a program that computes on the core."""
 
 SHORTEST_SLEEP = 2e-5
-"""Seconds to the next check after progress; from then on, four times as long each time."""
+"""Seconds to the next check after progress. From then on, four times as long each time."""
 
 NAPS = 10
 """Sleeps of the progress thread in one portion of a request, while it waits for other ranks: a millisecond in all."""
@@ -50,10 +50,10 @@ YIELDS_OF_POLL = 10
 """Yields of the core, as `pause` counts them, that take about as long as one poll of active requests."""
 
 active_requests: list[Operation] = []
-"""Active requests of this process; changed only while holding `progress_lock`, or in one step by compiled code."""
+"""Active requests of this process. Changed only while holding `progress_lock`, or in one step by compiled code."""
 
 lone_requests: list[Operation] = []
-"""Requests that a thread completes by itself, so that no other thread progresses them; changed as `active_requests`."""
+"""Requests that a thread completes by itself, so that no other thread progresses them. Changed as `active_requests`."""
 
 orphans: list[object] = []
 """Aborted requests and calls of all communicators: peers may still read and write their memory, up to the exit."""
@@ -95,7 +95,7 @@ def discard(requests: list[Operation], request: Operation) -> None:
 
 
 def contains(requests: list[Operation], request: Operation) -> bool:
-    """True if the request itself is in the list; without a call of Python code, so that nothing interrupts it."""
+    """True if the request itself is in the list. Without a call of Python code, so that nothing interrupts it."""
     return id(request) in map(id, requests)
 
 
@@ -106,7 +106,7 @@ def mpi_is_thread_safe() -> bool:
 
 
 def progress() -> None:
-    """Progress all active requests without blocking; an error is kept for those who wait for its request."""
+    """Progress all active requests without blocking. An error is kept for those who wait for its request."""
     with progress_lock:
         progress_words[ATTEMPTS] += 1
         for request in tuple(active_requests):
@@ -136,7 +136,7 @@ def request_moves() -> int:
 
 
 def stall_requests(idle: float) -> list[BaseException]:
-    """Let active requests look at the ranks they wait for, `idle` seconds without progress; return their errors.
+    """Let active requests look at the ranks they wait for, `idle` seconds without progress. Return their errors.
 
     Those abort requests, so that waits of mpi4py for them raise an error, too, without a text.
     """
@@ -152,7 +152,7 @@ SOMETHING = Others("a wait")
 
 
 def progress_until(done: Callable[[], bool], awaited: Awaited = SOMETHING) -> None:
-    """Progress all active requests until `done` returns True, yielding the CPU in between; that is `awaited`."""
+    """Progress all active requests until `done` returns True, yielding the CPU in between. That is `awaited`."""
     pauses: Pauses | None = None
     while not done():
         progress()
@@ -198,7 +198,7 @@ class ProgressThread:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.portion = threading.Lock()
-        """Held while the thread runs a portion of a request without `progress_lock`; acquired before that lock."""
+        """Held while the thread runs a portion of a request without `progress_lock`. Acquired before that lock."""
 
         self._alarm = threading.Lock()  # locked while the thread may sleep
         self._alarm.acquire()
@@ -252,7 +252,7 @@ class ProgressThread:
                 seen = progress_words[ATTEMPTS]  # calls that this thread has started are not the program's progress
 
     def _rest(self) -> bool:
-        """Sleep until a request is started; False if none is, and the thread is to end."""
+        """Sleep until a request is started. False if none is, and the thread is to end."""
         with progress_lock:
             progress_words[HAS_THREAD] = 0  # first: compiled code that starts a request from here on calls `ensure`
             if active_requests:
@@ -267,7 +267,7 @@ class ProgressThread:
 
 
 def _advance_active() -> bool:
-    """Advance all active requests in the progress thread; True if one moved."""
+    """Advance all active requests in the progress thread. True if one moved."""
     moved, everything = False, mpi_is_thread_safe()
     with progress_lock:
         several = tuple(active_requests)
@@ -282,7 +282,7 @@ def _advance_active() -> bool:
 
 
 def _has_moved(request: Operation, advance: Callable[[], object]) -> bool:
-    """Call `advance`; True if the request has moved. An error is kept for those who wait."""
+    """Call `advance`. True if the request has moved. An error is kept for those who wait."""
     before = request.program.position
     try:
         advance()

@@ -1,4 +1,4 @@
-"""Programs that begin with a meeting of ranks with arrays on GPUs; and the count of calls with arrays on the host."""
+"""Programs that begin with a meeting of ranks with arrays on GPUs. And the count of calls with arrays on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bind = Callable[[], Program]
 
 
 class _MeetingWire(NoMessages):
-    """Transport of a program that uses the meetings of its channel; it frees inner programs."""
+    """Transport of a program that uses the meetings of its channel. It frees inner programs."""
 
     in_mailboxes = True
 
@@ -67,7 +67,7 @@ class MeetingSteps:
         return self.inner[bind]
 
     def test(self) -> bool:
-        """Go on as far as possible; True at the end, after which the next test begins anew."""
+        """Go on as far as possible. True at the end, after which the next test begins anew."""
         if self._active is None:
             self._active = self._run()
         try:
@@ -88,7 +88,7 @@ class MeetingSteps:
 
 
 def meeting_program(steps: MeetingSteps, first: Sequence[Callable[[], object]], device: DeviceMemory) -> Program:
-    """Program of a meeting; `first` runs before it."""
+    """Program of a meeting. `first` runs before it."""
     return Program(
         call_rounds([*first, Wait(steps.wait, steps.test, lambda: "other ranks on GPUs")]),
         _MeetingWire(steps),
@@ -124,7 +124,7 @@ def peer_program(
     first: Sequence[Callable[[], object]],
     binds: tuple[Bind, Bind],
 ) -> Program:
-    """Program of a call of the collective `name`; `binds` bind that between GPUs, and that for arrays on the host."""
+    """Program of a call of the collective `name`. `binds` bind that between GPUs, and that for arrays on the host."""
     return meeting_program(_PeerCall(name, channel, mark, *binds), first, device)
 
 

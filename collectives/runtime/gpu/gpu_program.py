@@ -44,7 +44,7 @@ WAYS = {"scan": INCLUSIVE, "exscan": EXCLUSIVE}
 
 
 def kernel_form(call: Call) -> ReductionType | None:
-    """Form of the call's reduction in the kernel; None if it has none, or the call does not reduce."""
+    """Form of the call's reduction in the kernel. None if it has none, or the call does not reduce."""
     return reduction_type(OP_NAMES.get(call.op, ""), call.unit) if call.combine is not None else None
 
 
@@ -57,7 +57,7 @@ def suits_kernels(call: Call) -> bool:
 
 
 def in_part(start: int, length: int, part: int, parts: int, unit: int) -> tuple[int, int]:
-    """Offset and length of one of `parts` parts of a block, in bytes; only the last ones may be shorter, or empty.
+    """Offset and length of one of `parts` parts of a block, in bytes. Only the last ones may be shorter, or empty.
 
     >>> [in_part(0, 1000, part, 3, 4) for part in range(3)]
     [(0, 512), (512, 488), (1000, 0)]
@@ -76,7 +76,7 @@ def gpu_program(
     first: Sequence[Callable[[], object]],
     on_host: Callable[[], Program],
 ) -> Program:
-    """Program of a call that suits the kernels; `on_host` binds the program for ranks of which some are on the host."""
+    """Program of a call that suits the kernels. `on_host` binds the program for ranks of which some are on the host."""
     steps = _GpuCall(call, channel, mark, device, on_host)
     return meeting_program(steps, first, device)
 
@@ -108,7 +108,7 @@ class _End:
         self.locate()
 
     def locate(self) -> None:
-        """Find out if the buffer is in exported memory; else it is `staged`, in so many `parts`."""
+        """Find out if the buffer is in exported memory. Else it is `staged`, in so many `parts`."""
         self._found = self._channel.gpu.exported.find(self._address, self._span)
         self.staged = self._span > 0 and (self._apart or self._found is None)
         nbytes = sum(length for _, length in self._blocks.values()) if self.staged else 0
@@ -128,7 +128,7 @@ class _End:
         return self._channel.workspace(self._name, sum(piece.nbytes for piece in pieces))
 
     def reserve(self) -> None:
-        """Allocate the workspace; RuntimeError or MemoryError if there is none."""
+        """Allocate the workspace. RuntimeError or MemoryError if there is none."""
         if self.staged:
             self.workspace(self.pieces(0, self.parts))
 
@@ -222,7 +222,7 @@ class _GpuCall(MeetingSteps):
         self._device.launch([launch.put for launch in launches])
 
     def _load(self, part: int, parts: int) -> Post:
-        """Copy staged input; return the post of a part, which is kept for later calls if nothing is staged."""
+        """Copy staged input. Return the post of a part, which is kept for later calls if nothing is staged."""
         post = self._channel.new_post(self._mark)
         if self._staged:
             self._device.wait_for(self._channel.unused.ptr)
@@ -236,7 +236,7 @@ class _GpuCall(MeetingSteps):
         return post
 
     def _needs_event(self) -> Generator[None, None, bool]:
-        """Record an event for the leader unless the stream is soon idle; return whether it was recorded."""
+        """Record an event for the leader unless the stream is soon idle. Return whether it was recorded."""
         device = self._device
         if self._gpu.default_sees_all and (device.is_idle or (yield from self._soon(lambda: device.is_idle))):
             return False
@@ -244,7 +244,7 @@ class _GpuCall(MeetingSteps):
         return True
 
     def _soon(self, test: Callable[[], bool]) -> Generator[None, None, bool]:
-        """Iterate until `test` is true, in a blocking call for at most `PATIENCE` seconds; return whether it is."""
+        """Iterate until `test` is true, in a blocking call for at most `PATIENCE` seconds. Return whether it is."""
         deadline, found = time.perf_counter() + PATIENCE, test()
         while not found and self.is_waited_for and time.perf_counter() < deadline:
             yield
@@ -252,7 +252,7 @@ class _GpuCall(MeetingSteps):
         return found
 
     def _launch(self, versions: list[int]) -> Iterator[None]:
-        """Run the kernels behind the work of all ranks, on the leader; elsewhere wait for them, or let streams wait."""
+        """Run the kernels behind the work of all ranks, on the leader. Elsewhere wait for them, or let streams wait."""
         channel, exported = self._channel, self._gpu.exported
         if not self._is_planned(versions):
             self._puts = [launch.put for launch in self._plan(channel.records)]
@@ -275,7 +275,7 @@ class _GpuCall(MeetingSteps):
     # -------------------------------------------------------------------------------- what the kernels do
 
     def _plan(self, records: Sequence[np.ndarray]) -> list[KernelLaunch]:
-        """Launches for these records, on the leader; Mismatch on all ranks if the records are of different calls."""
+        """Launches for these records, on the leader. Mismatch on all ranks if the records are of different calls."""
         if len({int(record["mark"]) for record in records}) > 1:
             raise different_calls(self._call.collective)
         sent, received = ([_rows(record[end]) for record in records] for end in ("sent", "received"))

@@ -18,7 +18,7 @@ from collectives.selection.timing_table import AlgorithmChoice, Form
 
 
 class GpuProgramBuilder(ProgramBuilder):
-    """`ProgramBuilder` whose programs begin with a meeting of ranks with arrays on GPUs; others are counted."""
+    """`ProgramBuilder` whose programs begin with a meeting of ranks with arrays on GPUs. Others are counted."""
 
     def on_device(
         self, call: Call, choice: AlgorithmChoice, channel: int | None = BLOCKING_CHANNEL, any_algorithm: bool = False

@@ -1,4 +1,4 @@
-"""Collectives on arrays as blocking, non-blocking and persistent methods; the stub beside has their signatures."""
+"""Collectives on arrays as blocking, non-blocking and persistent methods. The stub beside has their signatures."""
 
 from collectives.runtime.methods.collective_forms import DECLARATIONS, NEIGHBOR_DECLARATIONS, add_methods
 from collectives.runtime.methods.inherited_methods import Inherited

@@ -112,7 +112,7 @@ def _exchange(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> A
 
 
 def _probe(self: Inherited, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """Progress active requests until the probe `name` finds a message; return its result."""
+    """Progress active requests until the probe `name` finds a message. Return its result."""
     found: Any = None
 
     def arrived() -> bool:

@@ -23,7 +23,7 @@ FRAME, HEAD = 512, 8
 """Bytes of the first message of an object, and of its length in there: short objects take one message."""
 
 LENGTH = np.dtype(np.int64)
-"""Type of a packed object's length; of an error in place of an object, minus the length of its text, minus 1."""
+"""Type of a packed object's length. Of an error in place of an object, minus the length of its text, minus 1."""
 
 _write_length, _read_length = Struct("=q").pack_into, Struct("=q").unpack_from
 
@@ -45,7 +45,7 @@ class _Packed:
 
     @classmethod
     def each(cls, values: Any, count: int) -> list["_Packed"]:
-        """`count` values, packed; the same error in place of each, and of at least one, if there are not so many."""
+        """`count` values, packed. The same error in place of each, and of at least one, if there are not so many."""
         try:
             found = list(values)
             if len(found) != count:
@@ -77,7 +77,7 @@ def _object(name: str, sender: int, length: int, data: bytes | memoryview) -> An
 
 
 def _unpacked(name: str, lengths: Sequence[int], data: memoryview, senders: Sequence[int] | None = None) -> list[Any]:
-    """Objects of all ranks, or of `senders`, whose bytes follow one another in `data`; raises the error of the first.
+    """Objects of all ranks, or of `senders`, whose bytes follow one another in `data`. Raises the error of the first.
 
     None of a sender that does not exist, of which there are no bytes.
     """
@@ -162,7 +162,7 @@ class ObjectMethods(CollectiveMethods):
         return _unpacked("allgather", lengths, data.data)
 
     def alltoall(self, sendobj: Any) -> list[Any]:
-        """The objects that each rank has for this one, as a list; `sendobj` has p of them. Collective."""
+        """The objects that each rank has for this one, as a list. `sendobj` has p objects. Collective."""
         packed = _Packed.each(sendobj, self.Get_size())
         lengths = np.empty(self.Get_size(), LENGTH)
         self.Alltoall(np.array([one.length for one in packed], LENGTH), lengths)
@@ -178,7 +178,7 @@ class NeighborObjectMethods(NeighborMethods):
     _neighbors: Neighbors
 
     def neighbor_allgather(self, sendobj: Any) -> list[Any]:
-        """The objects of all sources, as a list; None of a source that does not exist. Collective."""
+        """The objects of all sources, as a list. None of a source that does not exist. Collective."""
         packed = _Packed(sendobj)
         lengths = np.zeros(len(self._neighbors.sources), LENGTH)
         self.Neighbor_allgather(np.array([packed.length], LENGTH), lengths)
@@ -188,7 +188,7 @@ class NeighborObjectMethods(NeighborMethods):
         return _unpacked("neighbor_allgather", lengths.tolist(), data.data, self._neighbors.sources)
 
     def neighbor_alltoall(self, sendobj: Any) -> list[Any]:
-        """The objects of all sources, as a list; `sendobj` has one for each destination. Collective."""
+        """The objects of all sources, as a list. `sendobj` has one for each destination. Collective."""
         packed = _Packed.each(sendobj, len(self._neighbors.destinations))
         lengths = np.zeros(len(self._neighbors.sources), LENGTH)
         self.Neighbor_alltoall(np.array([one.length for one in packed], LENGTH), lengths)

@@ -90,7 +90,7 @@ TRANSFERS = ("staged", "pinned", "kernel")
 
 
 def agree_on_gpu(comm: MPI.Intracomm, transfer: str) -> str:
-    """Return the least of `TRANSFERS` that a rank passed; raise on all ranks if one of them is invalid. Collective."""
+    """Return the least of `TRANSFERS` that a rank passed. Raise on all ranks if one of them is invalid. Collective."""
     given: int | InvalidArgument
     try:
         given = TRANSFERS.index(transfer)
@@ -100,7 +100,7 @@ def agree_on_gpu(comm: MPI.Intracomm, transfer: str) -> str:
 
 
 def agree_on_timeout(comm: MPI.Intracomm, timeout: float | None, variable: str) -> float | None:
-    """Return the least time limit of all ranks, None if none has one; raise on all if one is invalid. Collective.
+    """Return the least time limit of all ranks, None if none has one. Raise on all if one is invalid. Collective.
 
     A rank that passes None takes ``CHORUS_TIMEOUT``, of the value `variable`.
     """
@@ -124,7 +124,7 @@ def _number(text: str) -> float | str:
 
 
 class Agreement(NamedTuple):
-    """Settings of a communicator, equal on all ranks; communicators that are made of it have them too."""
+    """Settings of a communicator, equal on all ranks. Communicators that are made of it have them too."""
 
     threads: bool  #: all ranks may call MPI from several threads
     async_progress: bool
@@ -152,7 +152,7 @@ UNKNOWN = MemoryVisibility()
 
 
 def agree_on_memory(comm: MPI.Intracomm, node: NodeMemory | None, call: Call) -> MemoryVisibility:
-    """Find out if all ranks send from shared memory, and if all are in place; False without mailboxes. Collective."""
+    """Find out if all ranks send from shared memory, and if all are in place. False without mailboxes. Collective."""
     size = comm.Get_size()
     if node is None or size == 1:
         return UNKNOWN
@@ -181,7 +181,7 @@ class ChannelAllocator:
         self._returned: set[int] = set()
 
     def take(self) -> int | None:
-        """Allocate a channel number, the same on all ranks; None if all are in use. Collective.
+        """Allocate a channel number, the same on all ranks. None if all are in use. Collective.
 
         Each channel is used once before the ranks agree on those that all have returned. A returned channel has no
         messages left, so the next request continues its sequence.
@@ -198,5 +198,5 @@ class ChannelAllocator:
         return channel
 
     def give_back(self, channel: int) -> None:
-        """Mark a channel as free on this rank; no message on it may be active."""
+        """Mark a channel as free on this rank. No message on it may be active."""
         self._returned.add(channel)

@@ -37,7 +37,7 @@ from collectives.runtime.arguments.argument_keys import NO_ARRAY, CallKey, is_co
 from collectives.runtime.execution.program import Program
 
 MAX_ENTRIES = 16
-"""Entries of a method for each channel; the oldest one goes first."""
+"""Entries of a method for each channel. The oldest one goes first."""
 
 ANY = -1
 """`nbytes` of the check of an array of any length."""
@@ -51,7 +51,7 @@ def _refuse(*_: Any) -> int:
 
 
 def call_functions() -> defaultdict[str, Callable[..., int]]:
-    """Functions that run the calls of a method, by its name; at first they refuse."""
+    """Functions that run the calls of a method, by its name. At first they refuse."""
     return defaultdict(lambda: _refuse)
 
 
@@ -109,7 +109,7 @@ class _Method:
         self.run = engine_class("CallTable")(channels, NO_ARRAY)
 
     def add(self, programs: Mapping[int, Program], key: CallKey, classes: int) -> None:
-        """Add programs, by channel, for the arguments of a key; beyond `MAX_ENTRIES` of one forget its oldest."""
+        """Add programs, by channel, for the arguments of a key. Beyond `MAX_ENTRIES` of one forget its oldest."""
         checks = [check for number, value in enumerate(key.given) for check in _checks(value, number)]
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
@@ -203,7 +203,7 @@ class _Check(NamedTuple):
 
     @property
     def _type(self) -> Any:
-        """Dtype of an array, or format of another buffer, as the engine compares it; the same for equal ones."""
+        """Dtype of an array, or format of another buffer, as the engine compares it. The same for equal ones."""
         described = self.array if self.counts is None else self.counts
         if isinstance(described, memoryview):
             return _format_array(described.format or "B")
@@ -237,7 +237,7 @@ def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) 
 
 
 def _view(value: Any) -> memoryview | None:
-    """Memory of an object by the buffer protocol; None if it has none."""
+    """Memory of an object by the buffer protocol. None if it has none."""
     try:
         memory = memoryview(value)
     except TypeError:

@@ -24,7 +24,7 @@ from collectives.selection.timing_table import NATIVE, AlgorithmChoice
 from collectives.transport.waits import Others, has_deadline
 
 RECORD = 1024
-"""Bytes of a record; longer lists of lengths are left out, longer texts cut off."""
+"""Bytes of a record. Longer lists of lengths are left out, longer texts cut off."""
 
 _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
@@ -86,7 +86,7 @@ class DesyncChecker:
         self.reported = self.is_left = False
 
     def check(self, form: str, call: Call, choice: AlgorithmChoice, last: bool = True) -> Callable[[], bool]:
-        """Start comparing this call with other ranks' calls; returns a test that is True once all agree.
+        """Start comparing this call with other ranks' calls. Returns a test that is True once all agree.
 
         It raises on every rank, naming two calls that differ and their source lines, or a rank with invalid arguments.
         `last`: no other comparison precedes the call. Raises at once, with nothing sent, if the call's buffers overlap.
@@ -119,7 +119,7 @@ class DesyncChecker:
             progress_until(self._native.has_begun, self._native)
 
     def refuse(self, form: str, collective: str, error: Exception) -> Callable[[], bool]:
-        """Send `error` to all ranks as this one's record; returns a test that is True once all have sent one."""
+        """Send `error` to all ranks as this one's record. Returns a test that is True once all have sent one."""
         error_class = error.Get_error_class() if isinstance(error, MPI.Exception) else MPI.ERR_ARG
         text = f"{type(error).__name__}: {error}"
         facts = {"facts": {"collective": collective, "form": form}, "where": caller(), "rank": self._rank}
@@ -139,7 +139,7 @@ class DesyncChecker:
         return [one for one in self._exchanges if not one[0].Test()]
 
     def free(self) -> None:
-        """Free the communicator once all refusals are delivered; it stays if records may still arrive."""
+        """Free the communicator once all refusals are delivered. It stays if records may still arrive."""
         if not self.is_left:
             progress_until(lambda: all([delivered() for delivered in self._refusals]))
         left = self._under_way()

@@ -84,14 +84,14 @@ class Planner:
         self._channels = ChannelAllocator(self.comm)
 
     def visibility(self, call: Call) -> MemoryVisibility:
-        """Raise if this rank's buffers overlap; else return the call's memory properties on all ranks. Collective."""
+        """Raise if this rank's buffers overlap. Else return the call's memory properties on all ranks. Collective."""
         check_no_overlap(call)
         return agree_on_memory(self.comm, self.node, call)
 
     # -------------------------------------------------------------------------------- the three forms
 
     def _compare(self, form: str, call: Call, choice: AlgorithmChoice) -> None:
-        """Wait, in debug mode, until all ranks have made this call; raise if they differ."""
+        """Wait, in debug mode, until all ranks have made this call. Raise if they differ."""
         if self._checker is not None:
             agreed = self._checker.check(form, call, choice)
             self.transports.consume_tag()
@@ -99,7 +99,7 @@ class Planner:
             self._checker.start_native()
 
     def run(self, call: Call, algorithm: Any, segments: Any, cache_key: CallKey = UNCACHEABLE) -> None:
-        """Run a blocking call and cache its program, unless data is staged; later calls can find it by `cache_key`."""
+        """Run a blocking call and cache its program, unless data is staged. Later calls can find it by `cache_key`."""
         self.cache.check_in_step()
         choice = self.chooser.choose(call, algorithm, segments, "blocking")
         self._compare("blocking", call, choice)
@@ -157,7 +157,7 @@ class Planner:
         return own, cache.bound.get(own), 0
 
     def start_cached(self, found: int, name: str, sendbuf: Any, recvbuf: Any, *others: Any) -> Request | CallKey:
-        """Start a non-blocking call and return its request if it is in the cache; else return its key for `begin`.
+        """Start a non-blocking call and return its request if it is in the cache. Else return its key for `begin`.
 
         `found` is the result of ``nonblocking.compiled_calls.run[name]`` for this call.
         """
@@ -334,7 +334,7 @@ class Planner:
             request.lapse()
 
     def free(self) -> Mismatch | None:
-        """Free programs, idle requests, shared memory and, if no call was aborted, `comm`; wait for no other rank.
+        """Free programs, idle requests, shared memory and, if no call was aborted, `comm`. Wait for no other rank.
 
         Returns the error of a message that a call has left unread.
         """
@@ -365,7 +365,7 @@ class Planner:
     # -------------------------------------------------------------------------------- binding and recycling
 
     def _exchange_counts(self, call: Call, choice: AlgorithmChoice) -> Call:
-        """Exchange the block lengths of a blocking call; return it with those of the blocks it handles. Collective."""
+        """Exchange the block lengths of a blocking call. Return it with those of the blocks it handles. Collective."""
         key = call.collective, choice.algorithm, call.root
         exchange = self._count_exchanges.pop(key, None)  # put back after success only: messages may be active
         if exchange is None:

@@ -87,7 +87,7 @@ class ProgramCache:
     def find(
         self, channel: int, name: str, sendbuf: Any, recvbuf: Any, op: MPI.Op, root: Any, algorithm: Any, segments: Any
     ) -> tuple[CachedCall, Any, Any] | CallKey:
-        """A cached call and its two arrays; else the key for `store`."""
+        """A cached call and its two arrays. Else the key for `store`."""
         try:
             arguments, s, r = key_fields(name, sendbuf, recvbuf, op, root, algorithm, segments)
             calls = self.calls[channel]
@@ -97,7 +97,7 @@ class ProgramCache:
         return (call, s, r) if call else CallKey(arguments, s, r, (sendbuf, recvbuf, op, root, algorithm, segments))
 
     def run_cached(self, found: int, name: str, *arguments: Any) -> CallKey | tuple[()]:
-        """Run a blocking call if it is in the cache and return an empty tuple; else return its key for `store`.
+        """Run a blocking call if it is in the cache and return an empty tuple. Else return its key for `store`.
 
         `found` is the result of ``compiled_calls.run[name]`` for this call.
         """
@@ -190,7 +190,7 @@ class ProgramCache:
                 self.evict(old).free()
 
     def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:
-        """True if one of the active calls runs the program of a key, and does so by MPI; others wait for each other."""
+        """True if one of the active calls runs the program of a key, and does so by MPI. Others wait for each other."""
         program = self.bound.get(key)
         if program is None or program.wire.in_mailboxes:
             return False

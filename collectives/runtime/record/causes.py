@@ -56,7 +56,7 @@ class Calls(NamedTuple):
     active: list[Any]
 
     def has_made(self, call: Any) -> bool | None:
-        """True if this rank has made a call of another rank too; None if it has made none on its channel."""
+        """True if this rank has made a call of another rank too. None if it has made none on its channel."""
         same = self.calls[
             (self.calls["communicator"] == call["communicator"]) & (self.calls["channel"] == call["channel"])
         ]
@@ -76,7 +76,7 @@ def calls_of(record: RankRecord) -> Calls:
 
 
 def different_calls(ranks: Sequence[Calls]) -> str:
-    """Text on the first of the last calls that differ between ranks; empty if there is none."""
+    """Text on the first of the last calls that differ between ranks. Empty if there is none."""
     found: defaultdict[Place, dict[tuple[Any, ...], tuple[int, Any]]] = defaultdict(dict)
     for one in ranks:
         for call in one.calls[-COMPARED:]:
@@ -111,7 +111,7 @@ def _others(made: Mapping[int, int], rank: int) -> list[int]:
 
 
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
-    """Sentences on why ranks wait, at a time of the monotonic clock; none if no rank does."""
+    """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits."""
     ranks = sorted(map(calls_of, records), key=lambda one: one.record.rank)
     waiting = [(one, call) for one in ranks for call in one.active]
     if not waiting:

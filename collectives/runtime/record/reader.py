@@ -75,12 +75,12 @@ def _of_memory(memory: np.ndarray, path: Path) -> RankRecord:
 
 
 def read_record(path: Path) -> RankRecord:
-    """Read a record; ValueError for other files, OSError if it cannot be read."""
+    """Read a record. ValueError for other files, OSError if it cannot be read."""
     return _of_memory(np.fromfile(path, np.uint8, NBYTES), path)
 
 
 def map_record(path: Path) -> RankRecord:
-    """As `read_record`; it changes with that of the process, and remains when that has ended."""
+    """As `read_record`. It changes with that of the process, and remains when that has ended."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         nbytes = min(os.fstat(descriptor).st_size, NBYTES)
@@ -109,5 +109,5 @@ def _of_process(process: Path, take: Callable[[Path], RankRecord]) -> Iterator[R
 
 
 def in_folder(folder: Path) -> list[RankRecord]:
-    """Records in a folder of ``CHORUS_RECORD``; ValueError for damaged ones."""
+    """Records in a folder of ``CHORUS_RECORD``. ValueError for damaged ones."""
     return [read_record(path) for path in sorted(folder.glob(f"*.{NAME}"))]

@@ -32,7 +32,7 @@ from collectives.transport.node.peer_watch import has_ended
 from collectives.transport.waits import explainers
 
 PATIENCE = 30.0
-"""Seconds without progress after which a report is printed; again after 2, 8 and 32 times as many."""
+"""Seconds without progress after which a report is printed. Again after 2, 8 and 32 times as many."""
 
 TIMES = (1, 2, 8, 32)
 
@@ -52,7 +52,7 @@ _reports = 0
 
 
 def patience() -> float:
-    """Seconds of ``CHORUS_PATIENCE``, or `PATIENCE`; 0 or what is no number: no report."""
+    """Seconds of ``CHORUS_PATIENCE``, or `PATIENCE`. 0 or what is no number: no report."""
     text = os.environ.get("CHORUS_PATIENCE", "")
     try:
         return float(text) if text else PATIENCE
@@ -139,7 +139,7 @@ def _report_if_due(idle: float) -> None:
 
 
 def _note_line(found: Record, ident: int) -> None:
-    """Note the line of a thread; a function of its own, as frames keep what is in them alive."""
+    """Note the line of a thread. A function of its own, as frames keep what is in them alive."""
     frame = sys._current_frames().get(ident)
     if frame is not None:
         found.at_line(caller_with_text(frame))
@@ -193,7 +193,7 @@ def _is_inside(ident: int) -> bool:
 
 @cache
 def start(moves: Callable[[], int], stall: Callable[[float], list[BaseException]]) -> None:
-    """Start the thread, once; see `LineWatch`."""
+    """Start the thread, once. See `LineWatch`."""
     if record() is not None:
         explainers.append(current_causes)
         LineWatch(moves, stall).start()

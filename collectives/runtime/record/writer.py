@@ -70,7 +70,7 @@ class Record:
 
     @property
     def active(self) -> Any:
-        """Last call, if it has not ended; None otherwise."""
+        """Last call, if it has not ended. None otherwise."""
         entry = self.entries[self.last % CALLS_KEPT]
         return entry if entry["number"] and is_active(entry) else None
 
@@ -95,7 +95,7 @@ def _command() -> str:
 
 
 def _memory() -> np.ndarray:
-    """Memory of a new record; OSError or AttributeError if the system refuses."""
+    """Memory of a new record. OSError or AttributeError if the system refuses."""
     folder = os.environ.get(FOLDER, "")
     if folder:
         path = Path(folder) / f"{job_name()}-{MPI.COMM_WORLD.Get_rank()}.{NAME}"
@@ -111,7 +111,7 @@ _is_opened = False
 
 
 def record() -> Record | None:
-    """Record of this process, opened by the first call; None if the system refuses, and in a forked process."""
+    """Record of this process, opened by the first call. None if the system refuses, and in a forked process."""
     global _current, _is_opened
     if not _is_opened:
         _is_opened = True

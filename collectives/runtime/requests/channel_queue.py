@@ -30,7 +30,7 @@ class ChannelQueue:
         self._words[HELD + self._channel] += 1
 
     def catch_up(self) -> bool:
-        """Advance the requests of the channel, without waiting; True if none is left.
+        """Advance the requests of the channel, without waiting. True if none is left.
 
         Otherwise a rank that has fallen behind once would queue all later calls, until it waits.
         """
@@ -56,7 +56,7 @@ class ChannelQueue:
             self._start_next()
 
     def _start_next(self) -> None:
-        """Start waiting requests while those before have ended; not from within, as one that ends at once would."""
+        """Start waiting requests while those before have ended. Not from within, as one that ends at once would."""
         if self._starts:
             return
         self._starts, outer = True, Operation.stepped

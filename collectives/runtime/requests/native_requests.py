@@ -67,7 +67,7 @@ class GeneralizedHandle:
         self.request: MPI.Request = MPI.Grequest.Start(_query, None, None, (self._failures,))
 
     def complete(self, failed: bool) -> None:
-        """Complete the MPI request; if `failed`, all waits for it raise an error."""
+        """Complete the MPI request. If `failed`, all waits for it raise an error."""
         if failed:
             self._failures.append(True)
         self.request.Complete()  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def _query(status: MPI.Status, failures: list[bool]) -> None:
 
 
 class SelfMessageHandle:
-    """Receive that this process completes by a message to itself; replaces the generalized request except on Open MPI.
+    """Receive that this process completes by a message to itself. Replaces the generalized request except on Open MPI.
 
     MPICH and Intel MPI hold a lock while they call `_query`, which needs the interpreter's lock (GIL). A thread that
     holds the GIL and needs MPI's lock would deadlock: in `MPI.Datatype.Free`, or in the first `allreduce` of mpi4py on
@@ -104,13 +104,13 @@ class SelfMessageHandle:
         self.request = self._comm.Irecv(self._received, 0, self._tag)
 
     def complete(self, failed: bool) -> None:
-        """Complete the request by a message; if `failed`, one longer than the receive, so that waits raise an error."""
+        """Complete the request by a message. If `failed`, one longer than the receive, so that waits raise an error."""
         self._comm.Send(self._longer if failed else self._fitting, 0, self._tag)
         self._free_tags.append(self._tag)  # the receive was posted before, and has matched
 
 
 _unused: list[GeneralizedHandle | SelfMessageHandle] = []
-"""Pending handles, not completed, that ended requests no longer need; later requests take them."""
+"""Pending handles, not completed, that ended requests no longer need. Later requests take them."""
 
 _isend, PROC_NULL = MPI.COMM_SELF.Isend, MPI.PROC_NULL
 _new, _wait = MPI.Request.__new__, MPI.Request.Wait
@@ -150,7 +150,7 @@ class NativeRequest(Request, MPI.Request):
             _unused.append(handle)
 
     def _report(self, status: MPI.Status | None) -> None:
-        """Free the handle of the completed MPI request, if there is still one; fill the status.
+        """Free the handle of the completed MPI request, if there is still one. Fill the status.
 
         In a signal handler or finalizer that has interrupted `_end`, leave the handle to that.
         """

@@ -1,4 +1,4 @@
-"""Exit of the Python program: communicators are released; after an uncaught exception the job is aborted instead.
+"""Exit of the Python program: communicators are released. After an uncaught exception the job is aborted instead.
 
 Other ranks do not learn of an exception on this one and may wait for it in any collective. Python runs the functions of
 `atexit` after an uncaught exception too, and neither a collective there nor MPI_Finalize would return. mpi4py calls
@@ -44,7 +44,7 @@ _abort_status = 0
 
 
 def close_all() -> None:
-    """Release all communicators at exit, so that MPI reports no leaks; not if the job is aborted after an exception."""
+    """Release all communicators at exit, so that MPI reports no leaks. No-op if an exception aborts the job."""
     progress_thread.end()
     free_unused_handles()
     if MPI.Is_finalized() or not MPI.Is_initialized() or (_has_peers() and _aborts()):
@@ -94,7 +94,7 @@ def _report_at_exit(error: Exception) -> None:
 
 
 def _finalize() -> None:
-    """Replacement of ``MPI.Finalize``: release all communicators first; raise if collectives are under way."""
+    """Replacement of ``MPI.Finalize``: release all communicators first. Raise if collectives are under way."""
     if not MPI.Is_finalized():
         under_way = sum(comm._planner.active for comm in open_communicators.values() if comm._planner is not None)
         if under_way:
@@ -118,7 +118,7 @@ def _set_abort_status(status: int) -> None:
 
 
 def _aborts() -> bool:
-    """True if mpi4py is to abort the job at exit; sets its abort status after an uncaught exception.
+    """True if mpi4py is to abort the job at exit. Sets its abort status after an uncaught exception.
 
     ``sys.exit(status)`` is an orderly end, since all ranks may call it; under ``python -m mpi4py`` it is not if the
     status is an error.
@@ -129,7 +129,7 @@ def _aborts() -> bool:
 
 
 def uncaught_exception() -> BaseException | None:
-    """Exception that ends the process, at its exit; None for an orderly end."""
+    """Exception that ends the process, at its exit. None for an orderly end."""
     if not _is_uncaught(getattr(sys, "last_traceback", None)):
         return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -141,7 +141,7 @@ def _status_of(error: BaseException | None) -> int:
 
 
 def _is_uncaught(traceback: TracebackType | None) -> bool:
-    """True if the exception with this traceback was not caught and ends the process; False in interactive sessions."""
+    """True if the exception with this traceback was not caught and ends the process. False in interactive sessions."""
     # An exception that has passed every frame has a traceback that begins at a frame without a caller. Others are
     # printed in interactive sessions and by programs such as pytest, which set the interpreter's variables too.
     interactive = hasattr(sys, "ps1") or sys.flags.interactive
@@ -199,7 +199,7 @@ def _abort(status: int) -> None:
 
 
 def _threads_remain() -> bool:
-    """Wait up to `PATIENCE` seconds for threads to leave their collectives for `QUIET` seconds; True if not."""
+    """Wait up to `PATIENCE` seconds for threads to leave their collectives for `QUIET` seconds. True if not."""
     start = latest = now = time.monotonic()
     while (others := _other_threads()) and not MPI.Is_finalized() and now - latest <= QUIET:
         if now - start > PATIENCE:

@@ -35,7 +35,7 @@ def clear_status(status: MPI.Status | None) -> None:
 
 
 def interrupted() -> Operation | None:
-    """Operation of which this frame, of a signal handler or finalizer, has interrupted a step; None if there is none.
+    """Operation of which this frame, of a signal handler or finalizer, has interrupted a step. None if there is none.
 
     It stands still until the frame returns, and other ranks may wait for it. The caller holds `progress_lock`.
     """
@@ -73,7 +73,7 @@ class Request(Operation):
     """Releases the program of a request that is garbage-collected."""
 
     channel: int | None = None
-    """Mailbox channel of a persistent request; of a non-blocking one that holds its channel, the number of that."""
+    """Mailbox channel of a persistent request. Of a non-blocking one that holds its channel, the number of that."""
 
     _freed = _lapsed = False
 
@@ -119,7 +119,7 @@ class Request(Operation):
         return id(self)
 
     def Start(self) -> None:
-        """Start a persistent request; raises InvalidArgument if it is active, freed, broken or not persistent."""
+        """Start a persistent request. Raises InvalidArgument if it is active, freed, broken or not persistent."""
         result = self.program.engine.start(self)
         if result == REFUSED:
             self._start()
@@ -154,7 +154,7 @@ class Request(Operation):
         self._freed, self._lapsed = False, True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """True if the operation is complete; makes progress if not.
+        """True if the operation is complete. Makes progress if not.
 
         Raises InvalidArgument if it was freed, RanksDisagree if it was aborted: by Ctrl-C, or an operation that raised.
         """
@@ -221,7 +221,7 @@ class Request(Operation):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds of a `Wait` without a time limit of its own; None for no limit."""
+        """Seconds of a `Wait` without a time limit of its own. None for no limit."""
         return self.owner.timeout
 
     def _wait(self, may_block: bool = True) -> None:
@@ -243,7 +243,7 @@ class Request(Operation):
         return self.is_done
 
     def _end_soon(self) -> bool:
-        """Poll for messages within the node; True if that, and no other thread, has ended the program."""
+        """Poll for messages within the node. True if that, and no other thread, has ended the program."""
         if not self.program.needs_no_mpi:
             return False
         with progress_lock:
@@ -258,10 +258,10 @@ class Request(Operation):
         return bool(self._do(program.poll)) if program.is_reentrant else self._run_step(program.poll)
 
     def _ended_in_wait(self) -> None:
-        """Note that `Wait` of this request itself has seen the end; nothing else has."""
+        """Note that `Wait` of this request itself has seen the end. Nothing else has."""
 
     def _finish_alone(self) -> bool:
-        """Finish the program in this thread, if no other request is active; True if that was done.
+        """Finish the program in this thread, if no other request is active. True if that was done.
 
         Only of requests of which `Wait` may block in MPI. No other thread progresses the request meanwhile.
         """
@@ -287,7 +287,7 @@ class Request(Operation):
         return True
 
     def _leave_lone(self, error: BaseException | None = None) -> None:
-        """End a request that `_finish_alone` has finished, or broken off by an `error`; a no-op for others."""
+        """End a request that `_finish_alone` has finished, or broken off by an `error`. A no-op for others."""
         with progress_lock:  # another thread may begin a call with the program that this one gives back
             if not self._is_lone:
                 return
@@ -301,7 +301,7 @@ class Request(Operation):
     _report = staticmethod(clear_status)
 
     def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """True if the operation is complete; makes progress, but leaves the request unchanged."""
+        """True if the operation is complete. Makes progress, but leaves the request unchanged."""
         complete = self._is_complete("Get_status")
         pause_after_test(complete)
         if complete:

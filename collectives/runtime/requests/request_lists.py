@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def wait_all(
     requests: Iterable[Request | MPI.Request], statuses: list[MPI.Status] | None = None, timeout: float | None = None
 ) -> Literal[True]:
-    """Wait until all requests, of Chorus or mpi4py, are complete; return True. Raises if one was freed or aborted.
+    """Wait until all requests, of Chorus or mpi4py, are complete. Return True. Raises if one was freed or aborted.
 
     After `timeout` seconds it raises `collectives.errors.Timeout`, and leaves the requests as they are. Default: the
     least time limit of their communicators.
@@ -66,7 +66,7 @@ class _Several:
 
 
 def test_all(requests: Sequence[Request | MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:  # noqa: PT028
-    """True if all requests are complete, which releases them; otherwise makes progress and releases none."""
+    """True if all requests are complete, which releases them. Otherwise makes progress and releases none."""
     progress()
     if not all([request.Get_status() for request in requests]):  # every one: tests also progress MPI's own
         return False

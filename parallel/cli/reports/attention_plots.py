@@ -8,7 +8,7 @@ import numpy as np
 
 from collectives.benchmark.reports import save_figure
 from parallel.nn.attention_mask import AttentionMask
-from parallel.sharding.context.ring_steps import ring_work, score_steps
+from parallel.sharding.context.cost_formulas import ring_work, score_steps
 from parallel.sharding.context.sequence_division import SequenceDivision
 
 COLOURS = ("#0b6fbf", "#e07b00", "#2a9d52", "#c4453b", "#5b4fc4", "#8c6d31", "#17a2b8", "#b5489b")

@@ -56,14 +56,14 @@ class NaiveDDP:
         return plan.runs()
 
     def part(self) -> Array:
-        """Allocate the receive buffer of the reduce-scatter; None, as this layout uses allreduce."""
+        """Allocate the receive buffer of the reduce-scatter. None, as this layout uses allreduce."""
         return None
 
     def spans(self) -> list[Span]:
         return [self._context.flat.span] if self._context.flat.length else []
 
     def ready(self, reducer: PlainReducer) -> None:
-        """Start the exchange of a bucket that is complete in the step's last micro-batch; here a no-op."""
+        """Start the exchange of a bucket that is complete in the step's last micro-batch. Here a no-op."""
 
     def finalize(self) -> None:
         """Exchange, after the last backward of a step, all buckets that are not exchanged yet."""
@@ -77,7 +77,7 @@ class NaiveDDP:
         return len(assignment[rank])
 
     def begin(self, assignment: Turns | None, step_scale: StepScale = START) -> None:
-        """Begin a step; `assignment` lists micro-batches by rank, None if ranks draw them (`assign` then follows)."""
+        """Begin a step. `assignment` lists micro-batches by rank, None if ranks draw them (`assign` then follows)."""
         self._next = 0
         self.bind()  # before activations take memory, of which programs need some too
         mine = () if assignment is None else assignment[self._context.plan.rank]
@@ -93,7 +93,7 @@ class NaiveDDP:
             reducer.assign(assignment, step_scale)
 
     def begin_backward(self, turn: int, number: int | None) -> None:
-        """Begin the backward of micro-batch `number`; with None, a turn without a micro-batch, nothing changes.
+        """Begin the backward of micro-batch `number`. With None, a turn without a micro-batch, nothing changes.
 
         If the assignment has None for the turn, buckets are complete and exchanged at the same time as on other ranks.
         """
@@ -114,12 +114,12 @@ class NaiveDDP:
                 self._complete(self.reducers[number])
 
     def end_backward(self) -> None:
-        """Complete the buckets that are still open at the end of a backward; gradients that did not come are zero."""
+        """Complete the buckets that are still open at the end of a backward. Gradients that did not come are zero."""
         for number in sorted(self._open):
             self._complete(self.reducers[number])
 
     def bind(self) -> None:
-        """Create `OverlappedDDP`'s persistent requests before its first step; no-op in other layouts. Collective."""
+        """Create `OverlappedDDP`'s persistent requests before its first step. No-op in other layouts. Collective."""
 
     def finish(self) -> None:
         self.finalize()
@@ -160,7 +160,7 @@ class BucketedDDP(NaiveDDP):
 
 
 class OverlappedDDP(BucketedDDP):
-    """Gradient sink with a non-blocking allreduce per bucket; the step's last backward overlaps and drives it.
+    """Gradient sink with a non-blocking allreduce per bucket. The step's last backward overlaps and drives it.
 
     Complete buckets are started in order, those that must be alone in flight one after another.
     """
@@ -205,7 +205,7 @@ class OverlappedDDP(BucketedDDP):
         self._note_end(reducer.bucket.number)
 
     def _test_active(self) -> None:
-        """Test the allreduces in flight, oldest first, until one is incomplete; one test drives them all."""
+        """Test the allreduces in flight, oldest first, until one is incomplete. One test drives them all."""
         for number in list(self._active):
             if not self.reducers[number].test():
                 break

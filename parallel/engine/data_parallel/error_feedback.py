@@ -17,11 +17,11 @@ from parallel.nn.placement import TensorCut
 from quant.types import Array
 
 LOST = "feedback/lost"
-"""Beginning of the names of residuals in checkpoints; the rank and the parameter follow."""
+"""Beginning of the names of residuals in checkpoints. The rank and the parameter follow."""
 
 
 class ErrorFeedbackReducer(PlainReducer):
-    """Bucket reducer with a compressed sum over ranks and error feedback; a rank's own micro-batches add uncompressed.
+    """Bucket reducer with a compressed sum over ranks and error feedback. A rank's own micro-batches add uncompressed.
 
     `residual` are gradients minus sent values of this rank, over all steps; only the sum over all ranks has a meaning.
     It is kept in units of the step's mean gradient, so neither the number of samples in a step nor the loss scale
@@ -60,7 +60,7 @@ class ErrorFeedbackReducer(PlainReducer):
         self._sent = False
 
     def end_step(self, applied: bool) -> None:
-        """Forget what was before the step; if it was not `applied`, return to that."""
+        """Forget what was before the step. If it was not `applied`, return to that."""
         if not applied:
             self.undo()
         self._sent = False
@@ -82,7 +82,7 @@ class ErrorFeedbackReducer(PlainReducer):
         self._waiting = next(self._rounds, [])
 
     def test(self) -> bool:
-        """Advance the exchange without blocking; True if it is complete."""
+        """Advance the exchange without blocking. True if it is complete."""
         while self._waiting and all([request.Test() for request in self._waiting]):
             self._waiting = next(self._rounds, [])
         return not self._waiting

@@ -50,7 +50,7 @@ class ExpertTeams(NamedTuple):
         return self.size if self.by_source else 1
 
     def padded(self, assignment: Turns) -> Turns:
-        """Assignment with equally many turns for all replicas; None: without a micro-batch."""
+        """Assignment with equally many turns for all replicas. None: without a micro-batch."""
         turns = range(max(map(len, assignment)))
         return [tuple(_at(numbers, turn) for turn in turns) for numbers in assignment]
 
@@ -89,7 +89,7 @@ class HeldGroup(NamedTuple):
         return teams.padded(assignment) if self.unit is None else teams.leaves(assignment)
 
     def shard(self, context: RunContext, layout: DataParallelLayout, teams: ExpertTeams | None) -> ParamShard:
-        """Shard of the group in the memory of this rank; `context` is of the ranks that have it. Collective."""
+        """Shard of the group in the memory of this rank. `context` is of the ranks that have it. Collective."""
         shard = ParamShard.make(replace(context, plan=self.division), layout)
         if self.unit is None or teams is None:
             return shard
@@ -160,7 +160,7 @@ class ExpertGradients:
         self._terms: dict[int, list[tuple[Parameter, Compute]]] = {}
 
     def begin(self, assignment: Turns, step_scale: StepScale = START) -> None:
-        """Begin a step; `assignment` are the numbers of `ExpertTeams.leaves`."""
+        """Begin a step. `assignment` are the numbers of `ExpertTeams.leaves`."""
         self.inner.begin(assignment, step_scale)
         self._numbers, self._next = assignment[self._rank], 0
 

@@ -50,7 +50,7 @@ class GradBucket:
         self._scratch = scratch
 
     def reset(self, vector: Array) -> None:
-        """Accumulate gradients into `vector` from now on; its old contents are overwritten."""
+        """Accumulate gradients into `vector` from now on. Its old contents are overwritten."""
         if vector is not self.vector:
             self._views.clear()
         self.vector = vector
@@ -82,7 +82,7 @@ class GradBucket:
         view += more
 
     def complete(self, gaps: bool = False) -> None:
-        """Zero the gradient of tensors that received none and, with `gaps`, the padding; add to `square`."""
+        """Zero the gradient of tensors that received none and, with `gaps`, the padding. Add to `square`."""
         for place in self.places:
             start = self._starts[id(place.parameter)]
             if id(place.parameter) not in self._written:
@@ -103,7 +103,7 @@ def buckets_of(cut: Iterable[Sequence[ParamSpan]], plan: PartitionSpec) -> list[
 
 
 def of(table: Mapping[int, T], parameter: Parameter) -> T:
-    """Look up a parameter in a table keyed by id(parameter); ValueError if absent: no operator holds the parameter."""
+    """Look up a parameter in a table keyed by id(parameter). ValueError if absent: no operator holds the parameter."""
     if id(parameter) not in table:
         name = parameter.name or f"a parameter of shape {parameter.shape}"
         raise ValueError(

@@ -12,7 +12,7 @@ from parallel.nn.flat_params import Span, shards
 
 
 class DataParallelLayout(NamedTuple):
-    """Data-parallel layout: constructor of its gradient sink; `share(count, rank, ranks)` gives a rank's micro-batches.
+    """Data-parallel layout: constructor of its gradient sink. `share(count, rank, ranks)` gives a rank's micro-batches.
 
     With `divided` every rank updates a part of the weights only, with `sharded` it also stores only that. With `drawn`
     ranks may draw micro-batches during the step, since no rank waits for another before its end. `across_stages` is the

@@ -28,7 +28,7 @@ class NaiveDataParallel:
         self._whole = OptimizerSpan(self.flat.span, self.weights, self.gradient, state, self.flat.places)
 
     def step(self, batches: Iterable[tuple[Array, Array, Array]]) -> float:
-        """Make one update from this rank's micro-batches (x, y, sample indices); returns the mean loss of all ranks."""
+        """Make one update from this rank's micro-batches (x, y, sample indices). Returns the mean loss of all ranks."""
         self.gradient[...] = 0
         sums, units = np.zeros(2), units_of(self.model)  # losses and targets
         for x, y, samples in batches:

@@ -32,7 +32,7 @@ class ReplicatedParams:
     def reshard(self) -> None: ...
 
     def allgather_updates(self) -> None:
-        """All-gather each bucket's weights, of which every rank has updated its part; no-op in DDP. Collective."""
+        """All-gather each bucket's weights, of which every rank has updated its part. No-op in DDP. Collective."""
         for bucket in self._buckets:
             with self._context.recorder("communication", "allgather", bucket=bucket.number):
                 run = self.vector[self._context.flat.within(bucket.span)]
@@ -91,7 +91,7 @@ class ShardedParams:
                 self._fetch(number)
 
     def reshard(self) -> None:
-        """Unbind the current unit's parameters until `unshard`; gathered weights stay in a buffer until its reuse."""
+        """Unbind the current unit's parameters until `unshard`. Gathered weights stay in a buffer until its reuse."""
         for number in self._needs(self._at):
             for place in self._buckets[number].places:
                 place.parameter.bind(None)
@@ -101,7 +101,7 @@ class ShardedParams:
         self._held.clear()
 
     def close(self) -> None:
-        """Free the requests; one that is active, of a step that was broken off, is freed when it ends."""
+        """Free the requests. One that is active, of a step that was broken off, is freed when it ends."""
         for request in self._requests:
             if not request.active:
                 request.Free()
@@ -122,7 +122,7 @@ class ShardedParams:
 
 
 def resident_slots(users: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Buffer slot of each bucket: (parity of its unit, index in the unit); buckets of several units get their own."""
+    """Buffer slot of each bucket: (parity of its unit, index in the unit). Buckets of several units get their own."""
     slots: list[tuple[int, ...]] = []
     seen: dict[int, int] = {}
     for number, units in enumerate(users):

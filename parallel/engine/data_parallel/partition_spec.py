@@ -36,7 +36,7 @@ class PartitionSpec:
         return max((place.size for place in self.flat.places if adds or place.parameter.uses > 1), default=0)
 
     def buckets(self, most: int | None = None) -> tuple[tuple[ParamSpan, ...], ...]:
-        """Parameters of each gradient bucket; sizes are raised so that there are at most `most` + 1 buckets."""
+        """Parameters of each gradient bucket. Sizes are raised so that there are at most `most` + 1 buckets."""
         itemsize = self.precision.wide.itemsize
         least = 0 if most is None else -(-self.flat.length * itemsize // most)
         nbytes = max(self.bucket_bytes, least)

@@ -45,7 +45,7 @@ START = StepScale(0, 1, 1.0)
 
 
 class PlainReducer:
-    """Bucket reducer that sums a rank's micro-batches in one vector; MPI chooses the order of the sum over ranks.
+    """Bucket reducer that sums a rank's micro-batches in one vector. MPI chooses the order of the sum over ranks.
 
     `vector` is the bucket's gradient. `scratch` is as long as the longest tensor, `part` (for `reduce_scatter`) as long
     as the longest of this rank's parts.
@@ -94,14 +94,14 @@ class PlainReducer:
         self._request.Start()
 
     def test(self) -> bool:
-        """Progress the started exchange; True if it is complete and `finish` will not wait."""
+        """Progress the started exchange. True if it is complete and `finish` will not wait."""
         return bool(self._request.Test())
 
     def finish(self) -> None:
         self._request.Wait()
 
     def close(self) -> None:
-        """Free the request; one that is active, of a step that was broken off, is freed when it ends."""
+        """Free the request. One that is active, of a step that was broken off, is freed when it ends."""
         if self._request is not None and not self._request.active:
             self._request.Free()
         self._request = None
@@ -157,7 +157,7 @@ class CanonicalReducer(PlainReducer):
         self._comm.Allgatherv(MPI.IN_PLACE, [self.vector, self.bucket.counts])
 
     def _exchange(self, alltoallv: Callable[[Any, Any], Any]) -> list[Any]:
-        """Send each rank its part of this rank's tree nodes, an all-to-all for each; returns results of `alltoallv`."""
+        """Send each rank its part of this rank's tree nodes, an all-to-all for each. Returns results of `alltoallv`."""
         size, ranks = self.bucket.own.size, len(self._nodes)
         length = size * sum(map(len, self._nodes))
         if len(self._arriving) < length:

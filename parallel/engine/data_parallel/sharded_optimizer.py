@@ -59,7 +59,7 @@ class ParamShard(NamedTuple):
         return list(self.context.flat.places) if self.weights.replicated else []
 
     def close(self) -> None:
-        """Free requests; parameters lose their values."""
+        """Free requests. Parameters lose their values."""
         self.gradients.close()
         self.weights.close()
         for place in self.context.flat.places:
@@ -67,7 +67,7 @@ class ParamShard(NamedTuple):
 
 
 def copies(parts: Sequence[ParamShard], axis: Any) -> list[tuple[Communicator, list[ParamSpan]]]:
-    """Ranks with parameters that all of them have; `axis` has ranks with other shards of some, or is None."""
+    """Ranks with parameters that all of them have. `axis` has ranks with other shards of some, or is None."""
     found = [(part.context.comm, part.copied) for part in parts if part.weights.replicated]
     if axis is not None and axis.size > 1:
         held = [place for part in parts for place in part.copied]
@@ -138,7 +138,7 @@ class ShardedOptimizer:
         return [reducer.bucket for part in self._parts for reducer in part.gradients.reducers]
 
     def norm(self, count: float, step: int, everyone: Communicator) -> tuple[float, float, bool]:
-        """Adapt the loss scale; return (global gradient norm, factor for `update`, True if finite). Collective.
+        """Adapt the loss scale. Return (global gradient norm, factor for `update`, True if finite). Collective.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class ShardedOptimizer:
         return norm if finite else math.inf, factor * clip, finite
 
     def update(self, updates: int, factor: float, clock: RateClock) -> None:
-        """Update the weights with gradient x `factor`; `updates` is the number of updates made before. Collective."""
+        """Update the weights with gradient x `factor`. `updates` is the number of updates made before. Collective."""
         with self._context.recorder("compute", "update"):
             self._optimizer.update(self.pieces, updates, factor, self._gather, clock)
         self.publish()
@@ -187,7 +187,7 @@ class ShardedOptimizer:
         return sums[0] if len(sums) == 1 else np.concatenate([np.zeros(0), *sums])
 
     def _squares_and_room(self) -> tuple[np.ndarray, Exception | None]:
-        """Sums of squares, once there is room for the update; or NaN, by which all ranks learn of it, and the error."""
+        """Sums of squares once there is room for the update, else NaN, from which all ranks learn it. And the error."""
         try:
             self._optimizer.reserve(self.pieces)
             return self._squares(), None
@@ -200,7 +200,7 @@ class ShardedOptimizer:
         return self._allgather(of_pieces[self._chosen])
 
     def _allgather(self, mine: np.ndarray) -> np.ndarray:
-        """All-gather a float64 value per block from each rank's spans; returns them in the order of the flat vector."""
+        """All-gather a float64 value per block from each rank's spans. Returns them in the order of the flat vector."""
         if len(self._counts) == 1:  # no copy through `_arriving`, during which a GPU would be idle
             return in_order(mine, self._order)
         with self._context.recorder("communication", "gather block sums"):

@@ -130,7 +130,7 @@ class Zero3(Zero2):
 
 
 def slots(users: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Assign buckets to shared buffers, each used by one bucket at a time; returns (slot of each bucket, slot sizes).
+    """Assign buckets to shared buffers, each used by one bucket at a time. Returns (slot of each bucket, slot sizes).
 
     As a backward goes from the last unit to the first, a bucket is in use from the last to the first of its `users`
     (units, ascending).

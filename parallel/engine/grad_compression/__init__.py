@@ -30,13 +30,13 @@ class Compressor(Protocol):
     feedback: bool  # True if the residual must be added to the next step's gradient
 
     def exchange(self, x: Array, out: Array, lost: Any, step: int) -> Motion:
-        """Sum all ranks' `x` approximately into `out` (may be `x`), put this rank's residual in `lost`; yield requests.
+        """Sum all ranks' `x` approximately into `out` (may be `x`), put this rank's residual in `lost`. Yield requests.
 
         The residuals of all ranks add up to the exact sum less `out`. `lost` may be None without `feedback`.
         """
 
     def state(self) -> dict[str, Array]:
-        """Arrays by name, equal on all ranks: writable views. Checkpoints have them; without an update they return."""
+        """Arrays by name, equal on all ranks: writable views. Checkpoints have them. Without an update they return."""
 
     def close(self) -> None:
         """Free the communicators and requests that it owns, if any. Collective."""
@@ -46,11 +46,11 @@ NONE = "none"
 """Name for plain sums."""
 
 AUTO = "auto"
-"""Name for a choice by measurement (`parallel.engine.grad_compression.auto_select`)."""
+"""Name for a choice by measurement (`parallel.engine.compression`)."""
 
 
 class CompressorFactory(NamedTuple):
-    """Collective callable (comm, bucket, seed, like) -> Compressor; `feedback`: its compressors need error feedback.
+    """Collective callable (comm, bucket, seed, like) -> Compressor. `feedback`: its compressors need error feedback.
 
     With `like`, the module ``cupy`` or one of its arrays, it takes gradients on a GPU.
     """

@@ -35,7 +35,7 @@ class _Matrix(NamedTuple):
 
 
 def orthonormalize(matrices: Sequence[Array]) -> None:
-    """Replace tall matrices with as many columns each by Q of their QR factorisations; zeros give unit vectors."""
+    """Replace tall matrices with as many columns each by Q of their QR factorisations. Zeros give unit vectors."""
     if all(isinstance(matrix, np.ndarray) for matrix in matrices):
         for matrix in matrices:
             matrix[...] = np.linalg.qr(matrix)[0]
@@ -49,7 +49,7 @@ def orthonormalize(matrices: Sequence[Array]) -> None:
 
 
 def reflected(stack: Array) -> Array:
-    """Q of stacked tall matrices of few columns, float64, by Householder reflections as LAPACK's; changes `stack`.
+    """Q of stacked tall matrices of few columns, float64, by Householder reflections as LAPACK's. Changes `stack`.
 
     For a GPU: all matrices in the same kernels, and without a wait of the host.
     """
@@ -104,7 +104,7 @@ class PowerSGD:
             at, right = at + rows * rank, right + columns * rank
 
     def exchange(self, x: Array, out: Array, lost: Array, step: int) -> Motion:
-        """As `Compressor.exchange`; the residual is this rank's gradient less the approximate sum / number of ranks."""
+        """As `Compressor.exchange`. The residual is this rank's gradient less the approximate sum / number of ranks."""
         xp = array_namespace(x)
         lost[...] = x
         for there, here in self._uncompressed:

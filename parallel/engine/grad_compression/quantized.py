@@ -67,6 +67,6 @@ class DitheredQuantizer(CodecCompressor):
         self._name, self._seed = f"{bucket.places[0].parameter.label} {comm.Get_rank()}", seed
 
     def exchange(self, x: Array, out: Array, lost: Array | None, step: int) -> Motion:
-        """As `Compressor.exchange`; random numbers of the rounding differ between steps, buckets and ranks."""
+        """As `Compressor.exchange`. Random numbers of the rounding differ between steps, buckets and ranks."""
         self._codec.reseed(key_of(self._seed, step, self._name)[0])
         yield from super().exchange(x, out, lost, step)

@@ -43,7 +43,7 @@ class SignCompressor:
         return 4 * -(-count // BLOCK) + -(-count // 8)
 
     def encode(self, x: Array, wire: Array) -> None:
-        """Encode `x` into the bytes `wire`; a block with a non-finite element gets a non-finite scale."""
+        """Encode `x` into the bytes `wire`. A block with a non-finite element gets a non-finite scale."""
         if not len(x):
             return
         xp, (scales, bits) = array_namespace(x), self._parts(wire, len(x))
@@ -82,7 +82,7 @@ def _partial_blocks(real: np.ndarray, xp: ModuleType) -> list[tuple[int, Array]]
 
 
 def signs(comm: Communicator, bucket: GradBucket, like: Any = None) -> CodecCompressor:
-    """Sign compressor of a gradient bucket; padding at the end of tensors is left out of the mean of a block."""
+    """Sign compressor of a gradient bucket. Padding at the end of tensors is left out of the mean of a block."""
     real = np.full(bucket.span.size // BLOCK, BLOCK)
     for place in bucket.places:
         if place.size:

@@ -1,4 +1,4 @@
-"""Top-k gradient compression: send the largest elements with their indices; the residual keeps the others.
+"""Top-k gradient compression: send the largest elements with their indices. The residual keeps the others.
 
 Lin et al., "Deep Gradient Compression", ICLR 2018; without its momentum correction, as momentum is the optimizer's.
 """
@@ -26,7 +26,7 @@ class TopK:
         self._gathered = comm.empty(shape, np.int32, like)
 
     def exchange(self, x: Array, out: Array, lost: Array, step: int) -> Motion:
-        """As `Compressor.exchange`; NaN and infinite elements count as the largest, so up to k of them are sent."""
+        """As `Compressor.exchange`. NaN and infinite elements count as the largest, so up to k of them are sent."""
         mine, least = self._gathered[self._comm.Get_rank()], len(x) - self._k
         lost[...] = x
         if self._k:

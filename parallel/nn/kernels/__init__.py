@@ -18,7 +18,7 @@ TWINS = (
     *("softmax", "top_k", "softmax_cross_entropy", "softmax_cross_entropy_backward", "embedding_gradient"),
     *("add_rows", "weighted_rows", "row_products"),
 )
-"""Kernels that exist compiled or for a device too; the others are those of the reference."""
+"""Kernels that exist compiled or for a device too. The others are those of the reference."""
 
 
 TABLE = Kernels(compiled="parallel.nn.kernels.compiled_kernels", device="parallel.nn.kernels.device_kernels")

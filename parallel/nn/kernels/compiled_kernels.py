@@ -209,7 +209,7 @@ def _check_targets(scores: Array, targets: Array) -> None:
 # ------------------------------------------------------------------------------------------ rows of tokens
 
 FOUND = 0.0
-"""Result of kernels in C that found all rows; nothing was changed if there is another."""
+"""Result of kernels in C that found all rows. Nothing was changed if there is another."""
 
 SHORT = 64
 """Longest row in which `top_k` compares all pairs."""

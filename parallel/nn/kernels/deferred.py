@@ -67,7 +67,7 @@ def is_deferred(value: Any) -> bool:
 
 
 def number(value: Array) -> Any:
-    """Float of an array of no dimension; within `deferred` an array on a device remains one."""
+    """Float of an array of no dimension. Within `deferred` an array on a device remains one."""
     return value if _active.get() is not None and is_deferred(value) else float(value)
 
 

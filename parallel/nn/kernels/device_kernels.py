@@ -93,13 +93,13 @@ def _launch(name: str, dtype: np.dtype, width: int, blocks: tuple[int, ...], *ar
 
 
 def _over_elements(name: str, dtype: np.dtype, width: int, packs: int, *arguments: Any) -> None:
-    """Launch a kernel with a thread for each pack, or several packs a thread; none if there are no packs."""
+    """Launch a kernel with a thread for each pack, or several packs a thread. None if there are no packs."""
     if packs:
         _launch(name, dtype, width, (min(-(-packs // device_source.THREADS), MOST_BLOCKS),), *arguments)
 
 
 def _over_rows(name: str, dtype: np.dtype, width: int, rows: int, *arguments: Any) -> None:
-    """Launch a kernel with a warp for each row, or several rows a warp; there is at least one row."""
+    """Launch a kernel with a warp for each row, or several rows a warp. There is at least one row."""
     _launch(name, dtype, width, (min(-(-rows // WARPS), MOST_BLOCKS),), *arguments)
 
 
@@ -129,7 +129,7 @@ def _elementwise(name: str, x: Array, *others: Any, out: Array | None = None) ->
 
 
 def add_bias(z: Array, bias: Array, y: Array | None = None, activation: str = "same") -> Array:
-    """Add the bias to z, of shape (..., m), in place; write the activation of that to y, by default z; return y."""
+    """Add the bias to z, of shape (..., m), in place. Write the activation of that to y, by default z. Return y."""
     y = z if y is None else y
     if not (_dense(z.dtype, z, bias, y) and bias.shape == z.shape[-1:] and z.size < 1 << 32):
         z += bias

@@ -71,7 +71,7 @@ def _operand(xp: Any, x: Array) -> Operand:
 
 
 def _by_rows(x: Array) -> Operand | None:
-    """View of matrices by rows, whose elements are neighbours, at equal distances; None if they lie otherwise."""
+    """View of matrices by rows, whose elements are neighbours, at equal distances. None if they lie otherwise."""
     rows, columns = x.shape[-2:]
     if x.flags.c_contiguous:
         return Operand(x, False, columns, rows * columns)
@@ -83,7 +83,7 @@ def _by_rows(x: Array) -> Operand | None:
 
 
 def _stride(shape: tuple[int, ...], strides: list[int]) -> int | None:
-    """Stride of axes taken as one; None if there is none.
+    """Stride of axes taken as one. None if there is none.
 
     >>> _stride((3, 2), [20, 10]), _stride((3, 2), [30, 10]), _stride((1, 2), [7, 10]), _stride((), [])
     (10, None, 10, 0)

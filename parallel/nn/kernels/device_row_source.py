@@ -1,4 +1,4 @@
-"""CUDA source of kernels of rows: norms, softmax of attention, cross entropy; one warp a row. See `device_source`."""
+"""CUDA source of kernels of rows: norms, softmax of attention, cross entropy. One warp a row. See `device_source`."""
 
 WARPS = """
 // Rows of a matrix, one for each warp, and the packs of a row, one after the other for each thread of the warp.

@@ -1,18 +1,16 @@
 """Reference kernels of convolution and pooling, on images of shape (batch, channels, height, width)."""
 
-from typing import Any
-
 import numpy as np
 
 from parallel.nn.kernels.storage import array_namespace, narrow, widen
 from quant.types import Array
 
 
-def _padded(x: Array, padding: int, fill: Any = 0) -> Array:
-    """Copy of x with `padding` rows and columns of `fill` added around each image; x itself without padding."""
+def _padded(x: Array, padding: int) -> Array:
+    """Copy of x with `padding` rows and columns of zeros added around each image. X itself without padding."""
     if not padding:
         return x
-    return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=fill)
+    return array_namespace(x).pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
 
 
 def _places(window: tuple[int, int], stride: int, over: tuple[int, int]) -> list[tuple[slice, slice]]:
@@ -35,7 +33,7 @@ def positions(shape: tuple[int, ...], window: tuple[int, int], stride: int, padd
 
 
 def im2col(x: Array, window: tuple[int, int], stride: int, padding: int) -> Array:
-    """Unfold: each window position of x as a column; shape (channels * window elements, batch * positions).
+    """Unfold: each window position of x as a column. Shape (channels * window elements, batch * positions).
 
     x has shape (batch, channels, height, width), `window` is (rows, columns). Positions are in row-major order.
     """
@@ -63,7 +61,7 @@ def col2im(columns: Array, shape: tuple[int, ...], window: tuple[int, int], stri
 
 
 def max_pool(x: Array, window: tuple[int, int], stride: int) -> tuple[Array, Array]:
-    """Max pooling: (y, index of each maximum within its window); NaN counts as largest, ties go to the first.
+    """Max pooling: (y, index of each maximum within its window). NaN counts as largest, ties go to the first.
 
     x has shape (batch, channels, height, width), `window` is (rows, columns); `which` is uint8, or wider for large
     windows.

@@ -49,7 +49,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 @_elementwise
 def relu(x: Array) -> Array:
-    """ReLU: max(x, 0); NaN stays NaN."""
+    """ReLU: max(x, 0). NaN stays NaN."""
     return array_namespace(x).maximum(x, 0)
 
 
@@ -141,7 +141,7 @@ def add(x: Array, y: Array) -> Array:
 
 
 def biased_relu(z: Array, bias: Array) -> Array:
-    """ReLU of z + bias, written to z, which is returned; shapes (n, m) and (m,)."""
+    """ReLU of z + bias, written to z, which is returned. Shapes (n, m) and (m,)."""
     z += bias
     return relu(z, out=z)
 
@@ -226,7 +226,7 @@ def normal_from(uniform: Array) -> Array:
 
 
 def _words(samples: Array, elements: int, key: tuple[int, int], first: int = 0) -> tuple[Array, Array, Array, Array]:
-    """Four words for every four elements from number ``first // 4 * 4`` on; each of shape (samples, quarters)."""
+    """Four words for every four elements from number ``first // 4 * 4`` on. Each of shape (samples, quarters)."""
     xp = array_namespace(samples)
     sample = samples.astype(xp.uint64)[:, None]
     block = xp.arange(first // 4, -(-(first + elements) // 4), dtype=xp.uint64)[None]

@@ -20,7 +20,7 @@ from quant.types import Array
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Matrix product over the last two axes, rounded to the dtype of `a`; half types are multiplied in float32.
+    """Matrix product over the last two axes, rounded to the dtype of `a`. Half types are multiplied in float32.
 
     `a` has shape (..., n, k), `b` (..., k, m), `out` (..., n, m): of the dtype of `a`, or wide for unrounded sums.
     On a GPU half types are not widened; sums are in float32 there too.
@@ -37,7 +37,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def affine(x: Array, weight: Array, bias: Array) -> Array:
-    """Affine map x @ weight + bias; shapes (n, k), (k, m), (m,)."""
+    """Affine map x @ weight + bias. Shapes (n, k), (k, m), (m,)."""
     y = matmul(x, weight)
     y += bias
     return y
@@ -72,7 +72,7 @@ def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float) -> tuple[A
 def layer_norm_backward(
     dy: Array, x: Array, gain: Array, mean: Array | None, rstd: Array
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of `layer_norm`: (dx of shape (n, m), dgain and dbias of shape (m,)); dbias is None if mean is."""
+    """Gradients of `layer_norm`: (dx of shape (n, m), dgain and dbias of shape (m,)). Dbias is None if mean is."""
     upper, unit = widen(dy), widen(x)
     unit = (unit if mean is None else unit - mean[:, None]) * rstd[:, None]
     inner = upper * widen(gain)
@@ -102,7 +102,7 @@ def causal_softmax(scores: Array, scale: float, first: int) -> Array:
 
 
 def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
-    """Gradient of softmax(scores * scale), scale p (dp - sum(dp p)), written to dp; p, dp: (..., queries, keys)."""
+    """Gradient of softmax(scores * scale), scale p (dp - sum(dp p)), written to dp. P, dp: (..., queries, keys)."""
     dp -= (dp * p).sum(axis=-1, keepdims=True)
     dp *= p
     dp *= scale
@@ -110,7 +110,7 @@ def softmax_backward(dp: Array, p: Array, scale: float) -> Array:
 
 
 def visible_softmax(scores: Array, scale: float, low: Array, high: Array) -> Array:
-    """Softmax of scores * `scale` over the visible keys, in place, 0 elsewhere; return the log of the sum.
+    """Softmax of scores * `scale` over the visible keys, in place, 0 elsewhere. Return the log of the sum.
 
     `scores` has shape (..., rows, keys), wide; row i sees keys low[i % queries] up to, but excluding, high[i % queries]
     (int64, of length `queries`). The result, the log of the sum of exponentials, has shape (..., rows): -inf where no
@@ -151,7 +151,7 @@ def _hide(scores: Array, scale: float, low: Array, high: Array) -> None:
 
 
 def attention_gradient(dp: Array, p: Array, scale: float, row_sum: Array) -> Array:
-    """Gradient of the unscaled scores, scale p (dp - row_sum), written to dp; p, dp: (..., rows, keys).
+    """Gradient of the unscaled scores, scale p (dp - row_sum), written to dp. P, dp: (..., rows, keys).
 
     `row_sum`, of shape (..., rows), is the sum of dp p over all keys, of this and other tiles.
     """
@@ -180,7 +180,7 @@ def merge_attention(out: Array, log_sum: Array, part: Array, part_log_sum: Array
 
 
 def log_sum_exp(x: Array) -> Array:
-    """Log of the sum of exponentials over the last axis, which stays with length 1; float32 or float64."""
+    """Log of the sum of exponentials over the last axis, which stays with length 1. Float32 or float64."""
     xp = array_namespace(x)
     top = x.max(axis=-1, keepdims=True)
     return xp.log(xp.exp(x - top).sum(axis=-1, keepdims=True)) + top
@@ -195,14 +195,14 @@ def softmax(x: Array) -> Array:
 
 
 def top_k(scores: Array, count: int) -> Array:
-    """Mask of the `count` largest scores along the last axis; among equal ones, of the first. NaN comes last."""
+    """Mask of the `count` largest scores along the last axis. Among equal ones, of the first. NaN comes last."""
     xp = array_namespace(scores)
     order = xp.argsort(-scores, axis=-1, kind="stable")
     return xp.argsort(order, axis=-1) < count  # ranks
 
 
 def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
-    """Cross entropy: (sum over rows of -log softmax(scores)[target], log_sum); rows with negative targets are ignored.
+    """Cross entropy: (sum over rows of -log softmax(scores)[target], log_sum). Rows with negative targets are ignored.
 
     Shapes: scores (n, classes), targets (n,); log_sum (n,), log of the sum of exponentials, wide.
     """
@@ -215,7 +215,7 @@ def softmax_cross_entropy(scores: Array, targets: Array) -> tuple[float, Array]:
 
 
 def softmax_cross_entropy_backward(scale: float, scores: Array, targets: Array, log_sum: Array) -> Array:
-    """Gradient of `scale` * cross entropy by scores: scale (softmax - one-hot target); 0 in rows with targets < 0."""
+    """Gradient of `scale` * cross entropy by scores: scale (softmax - one-hot target). 0 in rows with targets < 0."""
     xp = array_namespace(scores)
     dscores, rows = xp.exp(widen(scores) - log_sum[:, None]), xp.arange(len(targets))
     dscores[rows, xp.maximum(targets, 0)] -= 1
@@ -283,7 +283,7 @@ def row_products(x: Array, places: Array, rows: Array) -> Array:
 
 
 def weighted_rows(upper: Array, tokens: Array, weights: Array, results: Array, out: Array) -> Array:
-    """Write rows `tokens` (n,) of `upper`, times weights (n, 1), to `out`; return the sums of rows times results: (n,).
+    """Write rows `tokens` (n,) of `upper`, times weights (n, 1), to `out`. Return the sums of rows times results: (n,).
 
     Gradients of results that `add_rows` has added, and of their weights. `results` and `out` have shape (n, width); all
     but `tokens` are of one wide dtype.

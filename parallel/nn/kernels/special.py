@@ -55,7 +55,7 @@ _Q = (
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
-    """Evaluate a polynomial at x by Horner's rule; `coefficients` start with the highest power."""
+    """Evaluate a polynomial at x by Horner's rule. `coefficients` start with the highest power."""
     y = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         y += coefficient

@@ -19,7 +19,7 @@ HALVES = (BFLOAT16, FLOAT16)
 
 
 def array_namespace(x: Array) -> ModuleType:
-    """Module of an array: NumPy for NumPy arrays and scalars, CuPy for any other; TypeError if that is not imported."""
+    """Module of an array: NumPy for NumPy arrays and scalars, CuPy for any other. TypeError if that is not imported."""
     if isinstance(x, np.ndarray | np.generic):
         return np
     cupy = sys.modules.get("cupy")
@@ -39,7 +39,7 @@ def product_dtype(dtype: np.dtype, xp: ModuleType) -> np.dtype:
 
 
 def widen(x: Array) -> Array:
-    """Cast `x` (half type, integers or bools) to float32; return `x` itself if it is float32 or float64."""
+    """Cast `x` (half type, integers or bools) to float32. Return `x` itself if it is float32 or float64."""
     if x.dtype == BFLOAT16 and isinstance(x, np.ndarray):
         xp = array_namespace(x)
         bits = x.view(xp.uint16).astype(xp.uint32)
@@ -69,7 +69,7 @@ def narrow(x: Array, dtype: np.dtype, out: Array | None = None) -> Array:
 
 
 def _to_odd(x: Array) -> Array:
-    """Cast float64 to float32, rounding what is inexact to the neighbour with an odd last bit; NaN stays NaN.
+    """Cast float64 to float32, rounding what is inexact to the neighbour with an odd last bit. NaN stays NaN.
 
     Then rounding to fewer digits gives the same as rounding `x` (Boldo and Melquiond, 2008).
     """
@@ -81,7 +81,7 @@ def _to_odd(x: Array) -> Array:
 
 
 def _to_bfloat16(x: Array) -> Array:
-    """Cast float32 to bfloat16, rounding to nearest even; NaN stays NaN."""
+    """Cast float32 to bfloat16, rounding to nearest even. NaN stays NaN."""
     xp = array_namespace(x)
     bits = x.view(xp.uint32) if x.flags.c_contiguous else x.copy().view(xp.uint32)
     rounded = bits >> 16

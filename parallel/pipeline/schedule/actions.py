@@ -32,8 +32,8 @@ Kind: TypeAlias = Literal["F", "B", "W", "BW", "U", "SF", "RF", "SB", "RB"]
 | ``SB``, ``RB`` | start sending the gradient of the chunk's B; post the receive for its B |
 """
 
-FORWARD, BACKWARD = ("F", "SF", "RF"), ("B", "BW", "SB", "RB")
-"""Kinds of the forward and of the backward pass, messages included."""
+FORWARD = ("F", "SF", "RF")
+"""Kinds of the forward pass, messages included."""
 
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
@@ -66,11 +66,11 @@ def _action(kind: Kind, stage: int, microbatch: int, chunk: int = 0) -> Action:
 
 
 F, B, W, BW, U = (partial(_action, kind) for kind in ("F", "B", "W", "BW", "U"))
-"""Constructors: ``F(stage, microbatch, chunk=0)``; U has the number of the update in place of the micro-batch."""
+"""Constructors: ``F(stage, microbatch, chunk=0)``. U has the number of the update in place of the micro-batch."""
 
 
 def halves(action: Action) -> list[Action]:
-    """Split a full backward (BW) into [B, W]; another action is returned alone."""
+    """Split a full backward (BW) into [B, W]. Another action is returned alone."""
     return [action._replace(kind="B"), action._replace(kind="W")] if action.kind == "BW" else [action]
 
 
@@ -109,7 +109,7 @@ def to_csv(actions: Sequence[Iterable[Action]]) -> str:
 
 
 def from_csv(text: str) -> Actions:
-    """Parse the output of `to_csv` or a table written by hand; empty cells are skipped, so columns may be time slots.
+    """Parse the output of `to_csv` or a table written by hand. Empty cells are skipped, so columns may be time slots.
 
     Raises ValueError, naming line and column, if a cell is not an action of its line's stage.
     """

@@ -1,4 +1,4 @@
-"""Closed formulas of the schedules' costs, from their papers; tests compare the simulator with them."""
+"""Closed formulas of the schedules' costs, from their papers. Tests compare the simulator with them."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -35,7 +35,7 @@ FORMULAS: dict[str, Formulas] = {
     "dualpipe": Formulas("(p/2-1)*(F+B-W)", "p+1", "p % 2 == m % 2 == 0 and m >= 2*p and W <= B <= F"),
     "dualpipe-v": Formulas("(p-1)*(F+B-W)/2", "2*p+1", "m >= 2*p and W <= B <= F"),
 }
-"""Formulas by name of the schedule; optional for user-defined schedules."""
+"""Formulas by name of the schedule. Optional for user-defined schedules."""
 
 
 def evaluate(formula: str, **letters: Number) -> Number:
@@ -48,7 +48,7 @@ def evaluate(formula: str, **letters: Number) -> Number:
 def deviations(
     name: str, timeline: Timeline, microbatches: int, forward: Number, backward: Number, weights: Number
 ) -> list[str]:
-    """Differences of a simulated timeline from the formulas of schedule `name`, as texts; empty if these do not apply.
+    """Differences of a simulated timeline from the formulas of schedule `name`, as texts. Empty if these do not apply.
 
     The timeline has messages that take no time and steps of `microbatches`; `forward`, `backward` and `weights` are the
     times of a stage for a micro-batch, over all its parts.

@@ -24,7 +24,7 @@ COMPUTED = ("F", "B", "BW")
 
 
 def lower(plan: PipelinePlan) -> PipelinePlan:
-    """Plan with sends and receives added; ValueError if it has some."""
+    """Plan with sends and receives added. ValueError if it has some."""
     present = next((action for line in plan.actions for action in line if action.kind in SENDS + RECEIVES), None)
     if present is not None:
         raise ValueError(f"plan: expected one without messages, found {present}")

@@ -16,7 +16,7 @@ from parallel.pipeline.schedule.simulator import ActionTimes, simulate
 
 
 def paired(plan: PipelinePlan) -> PipelinePlan:
-    """Plan, without messages, with all pairs that are `executable`; without any if they cannot shorten the step.
+    """Plan, without messages, with all pairs that are `executable`. Without any if they cannot shorten the step.
 
     The shortest step is one in which a pair takes the time of its longer pass (F, B and W take 1 unit each). In 1F1B
     and ZB-H1 every pair needs the result of the neighbour's pair before it, so that of two neighbours one waits; in
@@ -49,7 +49,7 @@ def executable(plan: PipelinePlan) -> dict[Action, Action]:
         return done.issuperset(need for action in block for need in _input(action, plan))
 
     def advance(stage: int) -> bool:
-        """Execute actions of a stage until one has to wait; True if there were some."""
+        """Execute actions of a stage until one has to wait. True if there were some."""
         line, start = plan.actions[stage], positions[stage]
         while positions[stage] < len(line):
             action = line[positions[stage]]

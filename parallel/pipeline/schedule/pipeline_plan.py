@@ -1,4 +1,4 @@
-"""Pipeline plan: actions of all stages in one or several steps; also plans of fewer micro-batches or forwards only."""
+"""Pipeline plan: actions of all stages in one or several steps. Also plans of fewer micro-batches or forwards only."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class PipelinePlan:
         return self.placement.stages
 
     def source(self, action: Action) -> StagePlace | None:
-        """Stage and chunk that provide the input of a forward or backward; None at the model's input and the loss."""
+        """Stage and chunk that provide the input of a forward or backward. None at the model's input and the loss."""
         return self.placement.neighbour(action.place, action.microbatch, -1 if action.kind in FORWARD else 1)
 
     def target(self, action: Action) -> StagePlace | None:
-        """Stage and chunk that receive the result of a forward or backward; None at the loss and the model's input."""
+        """Stage and chunk that receive the result of a forward or backward. None at the loss and the model's input."""
         return self.placement.neighbour(action.place, action.microbatch, 1 if action.kind in FORWARD else -1)
 
     def peer(self, action: Action) -> StagePlace:
-        """Stage and chunk at the other end of a send or receive; ValueError if none, or the stage is the same."""
+        """Stage and chunk at the other end of a send or receive. ValueError if none, or the stage is the same."""
         peer = self.target(action) if action.kind in SENDS else self.source(action)
         if peer is None or peer.stage == action.stage:
             raise ValueError(f"{action}: no other stage to exchange with")
@@ -121,7 +121,7 @@ def _options(name: str, entry: ScheduleEntry, virtual: int | None, steps: int) -
 
 
 def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
-    """Plan with the first `microbatches` micro-batches only; ValueError if it has fewer.
+    """Plan with the first `microbatches` micro-batches only. ValueError if it has fewer.
 
     A valid plan stays valid: nothing waits for the removed actions, and the order of the others is unchanged.
     """

@@ -81,7 +81,7 @@ def search(
 def _choices(
     name: str, stages: int, microbatches: int, layers: Sequence[LayerCost], limit: Number | None
 ) -> Iterator[PipelineChoice]:
-    """Configurations of schedule `name`, one per number of chunks; some may exceed `limit`.
+    """Configurations of schedule `name`, one per number of chunks. Some may exceed `limit`.
 
     The fastest cuts are tried first; if they exceed it, the fastest that give each chunk of a stage an equal share.
     """

@@ -35,7 +35,7 @@ def alternate(ahead: int, forwards: Iterable[Action], backwards: Iterable[Action
 
 
 def take_turns(count: int, *queues: Iterator[Action]) -> Actions:
-    """Yield one action from each queue in turn, `count` times; empty queues are skipped."""
+    """Yield one action from each queue in turn, `count` times. Empty queues are skipped."""
     for _ in range(count):
         for queue in queues:
             yield from [action for action in [next(queue, None)] if action is not None]
@@ -67,7 +67,7 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 class Turns(NamedTuple):
-    """Round robin of a replica: its micro-batches `first`, `first` + `every`, ...; its forwards ahead of backwards."""
+    """Round robin of a replica: its micro-batches `first`, `first` + `every`, .... Its forwards ahead of backwards."""
 
     first: int
     every: int
@@ -151,7 +151,7 @@ def with_updates(line: Iterable[Action], stage: int, microbatches: int, each: in
 
 
 def pipedream(stage: int, stages: int, microbatches: int, steps: int, ranks: Sequence[int] | None = None) -> Actions:
-    """PipeDream: 1F1B without a flush, an update after every backward; a backward uses the weights of its forward.
+    """PipeDream: 1F1B without a flush, an update after every backward. A backward uses the weights of its forward.
 
     Idle only while the pipeline fills and drains. A stage keeps p - stage versions of its weights. With `ranks`
     (`one_f_one_b`) all parts update after as many micro-batches as the most replicated part has ranks.
@@ -173,7 +173,7 @@ def version_of_pipedream(
 def pipedream_2bw(
     stage: int, stages: int, microbatches: int, steps: int, ranks: Sequence[int] | None = None
 ) -> Actions:
-    """PipeDream-2BW: 1F1B without a flush, one update per step; a step uses the weights before the last update.
+    """PipeDream-2BW: 1F1B without a flush, one update per step. A step uses the weights before the last update.
 
     Two versions of the weights suffice if m >= p-1 (the paper requires p); with fewer micro-batches the weights of a
     step are ceil((p-1)/m) updates old. With `ranks` (`one_f_one_b`) no part has more ranks than micro-batches.
@@ -195,7 +195,7 @@ def version_of_pipedream_2bw(
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> Actions:
-    """ZB-H1: 1F1B with W delayed by `stage` micro-batches into idle time; every stage keeps `stages` of them alive.
+    """ZB-H1: 1F1B with W delayed by `stage` micro-batches into idle time. Every stage keeps `stages` of them alive.
 
     Idle for (p-1)(t_F + t_B - t_W) if m >= p and t_W <= min(t_F, t_B): a third of 1F1B's if all are equal.
 
@@ -205,7 +205,7 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def zb_h2(stage: int, stages: int, microbatches: int) -> Actions:
-    """ZB-H2: ZB-H1 with twice as many warm-up forwards; every stage keeps 2p - 1 micro-batches alive (p stages).
+    """ZB-H2: ZB-H1 with twice as many warm-up forwards. Every stage keeps 2p - 1 micro-batches alive (p stages).
 
     Idle between steps for (p-1)(t_F + t_B - 2 t_W) if m >= 2p - 1 and t_W <= min(t_F, t_B): zero if all are equal.
 
@@ -249,7 +249,7 @@ def zb_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
-    """DualPipe: micro-batches enter at both ends of the pipeline and fill each other's bubbles; two parts per stage.
+    """DualPipe: micro-batches enter at both ends of the pipeline and fill each other's bubbles. Two parts per stage.
 
     The near chunk serves the micro-batches that enter at the nearer end. Idle for (p/2-1)(t_F + t_B - t_W) if p and m
     are even, m >= 2p and t_W <= t_B <= t_F. Keeps p + 1 micro-batches alive. The paper's table has (p/2-1)(t_F&B + t_BW
@@ -301,7 +301,7 @@ def dualpipe_v(stage: int, stages: int, microbatches: int) -> Actions:
 
 
 def tabled(actions: Sequence[Sequence[Action]]) -> Callable[[int, int, int], Sequence[Action]]:
-    """Schedule function for a table of actions (see `actions.from_csv`); ignores `microbatches`.
+    """Schedule function for a table of actions (see `actions.from_csv`). Ignores `microbatches`.
 
     It raises ValueError for other `stages` than the table has.
     """

@@ -21,12 +21,12 @@ from parallel.pipeline.schedule.stage_placement import Number, PerPart, spread
 
 
 class PlanError(ValueError):
-    """Invalid plan; the message lists up to four faults and, if it could be simulated, the position of every stage."""
+    """Invalid plan. The message lists up to four faults and, if it could be simulated, the position of every stage."""
 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations of F, B, W and messages in any unit, one number or one per part of the model; BW takes B + W.
+    """Durations of F, B, W and messages in any unit, one number or one per part of the model. BW takes B + W.
 
     `message` is the time of a message with a part's activations, or their gradient. A pair takes the time of both
     passes, less the fraction `overlap` of the shorter one.
@@ -61,7 +61,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> Number:
-        """End of the last computation of all stages; the first one starts at 0."""
+        """End of the last computation of all stages. The first one starts at 0."""
         return max((line[-1].end for line in self.computed if line), default=0)
 
     @cached_property
@@ -86,7 +86,7 @@ class Timeline:
 
 
 def simulate(plan: PipelinePlan, times: ActionTimes | None = None) -> Timeline:
-    """Simulate all stages of a plan with messages; by default F, B and W take 1 unit each, messages 0.
+    """Simulate all stages of a plan with messages. By default F, B and W take 1 unit each, messages 0.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class _Simulation:
                 self._at[stage] += 1
 
     def _needs(self, action: Action) -> list[Action]:
-        """Actions that must be complete before this one starts, or its pair; a receive when its message has arrived."""
+        """Actions that must be complete before this one starts, or its pair. A receive when its message has arrived."""
         partner = self._plan.partners.get(action)
         return self._inputs(action) + ([] if partner is None else self._inputs(partner))
 
@@ -169,7 +169,7 @@ class _Simulation:
         return []
 
     def _do(self, action: Action, needs: list[Action]) -> Sequence[Action]:
-        """Execute an action in simulated time; returns what it completes: its halves, or a receive, if any."""
+        """Execute an action in simulated time. Returns what it completes: its halves, or a receive, if any."""
         stage, now = action.stage, self._clock[action.stage]
         if action.kind in RECEIVES:
             self._posted[action] = now

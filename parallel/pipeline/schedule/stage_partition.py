@@ -118,14 +118,14 @@ def _best(
     price: Callable[[int, int, int], Number | None],
     join: Callable[[Number, Number], Number],
 ) -> list[range] | None:
-    """Cuts of `count` layers into parts with the least total price (combined by `join`); None if there are none.
+    """Cuts of `count` layers into parts with the least total price (combined by `join`). None if there are none.
 
     ``price(part, start, stop)`` is None where the part may not have those layers.
     """
 
     @cache
     def best(part: int, start: int) -> tuple[Number, list[range]] | None:
-        """Least price and cuts of layers from `start` on into parts from `part` on; ties: longest first part."""
+        """Least price and cuts of layers from `start` on into parts from `part` on. Ties: longest first part."""
         if part == parts:
             return (0, []) if start == count else None
         found: list[tuple[Number, list[range]]] = []

@@ -19,7 +19,7 @@ PerPart: TypeAlias = Number | Sequence[Number]
 
 
 def spread(each: PerPart, parts: int) -> list[Number]:
-    """List of one number per part, from one number for all parts or a sequence; ValueError for a wrong length."""
+    """List of one number per part, from one number for all parts or a sequence. ValueError for a wrong length."""
     numbers = list(each) if isinstance(each, Sequence) else [each] * parts
     if len(numbers) != parts:
         raise ValueError(f"expected one number, or one for each of {parts} parts; found {len(numbers)}")
@@ -38,7 +38,7 @@ Route = tuple[StagePlace, ...]
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Placement of model parts on stages, as routes of equal length; micro-batch i takes route i modulo their number.
+    """Placement of model parts on stages, as routes of equal length. Micro-batch i takes route i modulo their number.
 
     Where routes differ, a part lies at several places, over which its gradients must be summed.
     """
@@ -65,7 +65,7 @@ class StagePlacement:
         return self.routes[microbatch % len(self.routes)]
 
     def neighbour(self, place: StagePlace, microbatch: int, step: int) -> StagePlace | None:
-        """Place `step` (1 or -1) parts further on the route of a micro-batch; None beyond the ends of the model."""
+        """Place `step` (1 or -1) parts further on the route of a micro-batch. None beyond the ends of the model."""
         part = self.part[place] + step
         return self.route(microbatch)[part] if 0 <= part < self.parts else None
 

@@ -1,4 +1,4 @@
-"""FLOPs of a transformer by operator and by the conventions in use; roofline, utilisation, time and cost of training.
+"""FLOPs of a transformer by operator and by the conventions in use; roofline, time and cost of training.
 
 Published figures count differently. `CONVENTIONS` has them by name:
 
@@ -111,23 +111,6 @@ def recomputed_flops(model: Transformer, recompute: str) -> int:
     if recompute == "full":
         return forward.total() - forward["vocabulary"]
     return forward["scores"] if recompute == "selective" else 0
-
-
-class Utilisation(NamedTuple):
-    """Model and hardware FLOPs utilisation: shares of the dense peak without and with recomputed FLOPs."""
-
-    mfu: float
-    hfu: float
-    convention: str
-
-
-def utilisation(
-    model: Transformer, tokens_per_second: float, peak: float, recompute: str = "none", convention: str = "exact"
-) -> Utilisation:
-    """Utilisation at a measured speed, for a `peak` of all devices together in FLOP/s."""
-    flops = CONVENTIONS[convention](model, model.context)
-    share = tokens_per_second / peak
-    return Utilisation(share * flops, share * (flops + recomputed_flops(model, recompute)), convention)
 
 
 YEAR = 365 * 24 * 3600

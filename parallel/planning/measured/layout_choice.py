@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from collectives import Communicator
 from collectives.units import format_bytes
+from parallel.engine.compression import WIDTHS
 from parallel.engine.grad_compression import AUTO, NONE
-from parallel.engine.grad_compression.auto_select import WIDTHS
 from parallel.engine.memory_ledger import MemoryLedger, Workload
 from parallel.engine.settings import Settings
 from parallel.nn.mixture import MixtureOfExperts

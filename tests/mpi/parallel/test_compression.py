@@ -15,9 +15,10 @@ from collectives.compressed.compression_model import CompressionForecast, crowdi
 from collectives.runtime.requests.request_lists import wait_all
 from parallel.checkpoint import checkpoint_files
 from parallel.checkpoint.checkpoint_files import Checkpoint
+from parallel.engine import compression
 from parallel.engine.data_parallel.grad_bucket import GradBucket
 from parallel.engine.data_parallel_engine import DataParallelEngine
-from parallel.engine.grad_compression import COMPRESSORS, auto_select, parse
+from parallel.engine.grad_compression import COMPRESSORS, parse
 from parallel.engine.grad_compression.signs import SignCompressor
 from parallel.engine.settings import Settings
 from parallel.nn.flat_params import FlatParams
@@ -332,12 +333,12 @@ def test_auto_declines_within_a_node():
 def test_auto_takes_what_it_foresees_to_be_quickest_between_nodes(monkeypatch):
     """All ranks alike; what is measured is the machine's, so the forecasts are given."""
     made_of = {8: CompressionForecast(3.0, 1.0, 1.0), 4: CompressionForecast(3.0, 0.5, 2.0)}
-    monkeypatch.setattr(auto_select, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
+    monkeypatch.setattr(compression, "forecast", lambda comm, count, codec, wire, feedback: made_of[codec.spec.bits])
     nodes = list(range(MPI.COMM_WORLD.size))
     with Communicator(MPI.COMM_WORLD, nodes=nodes) as comm:
-        found = auto_select.choose(comm, 1000)
+        found = compression.choose(comm, 1000)
         made_of.update({8: CompressionForecast(1.0, 1.0, 1.0), 4: CompressionForecast(1.0, 1.0, 1.0)})
-        declined = auto_select.choose(comm, 1000)
+        declined = compression.choose(comm, 1000)
     if comm.size > 1:
         assert found[0] == "int8" and "1 s of kernels" in found[1]
         assert declined[0] == "none" and declined[1].startswith("plain is quicker (int8")

@@ -11,7 +11,7 @@ from collectives import Communicator
 from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, mlp, transformer
 from parallel.nn.operator import ArraySpec

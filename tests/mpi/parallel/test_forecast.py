@@ -12,7 +12,7 @@ from collectives import Communicator
 from parallel.asynchronous.decentralized.styles import STYLES
 from parallel.data.sampler import Batch
 from parallel.engine.data_parallel.layouts import LAYOUTS
-from parallel.engine.grad_compression import COMPRESSORS, auto_select
+from parallel.engine.grad_compression import COMPRESSORS
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec
@@ -90,7 +90,6 @@ def test_of_a_choice_made_here(comm, data, monkeypatch, choice):
     """It is made once, before the forecast, and told."""
     answers = iter([(choice, "so it was found")])
     monkeypatch.setattr("parallel.engine.compression.choose", lambda comm, count: next(answers))
-    monkeypatch.setattr(auto_select, "choose", None)
     said = {"data": data, "model": "mlp:small", "batch": BATCH, "steps": 2, "compress": "auto"}
     with Training(complete(said), comm) as made:
         assert made.remarks == ("compress auto: so it was found",)

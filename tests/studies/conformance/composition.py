@@ -9,7 +9,7 @@ from typing import Any
 from parallel.engine.data_parallel.layouts import LAYOUTS as DATA_PARALLEL
 from parallel.engine.settings import Settings
 from parallel.nn.compose import Sequential
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.gated import gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel import Engine, ParamGroup, nn
 from parallel.engine.settings import DEFAULTS, Settings
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.router import RouterSettings
 from parallel.optim.lr_schedules import SCHEDULES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from parallel import LAMB, SGD, Adam, AdamW, LRSchedule, ParamGroup, ReduceLROnPlateau, Settings
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp
 from parallel.optim.optimizers import OPTIMIZERS

@@ -5,8 +5,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 import pytest
 
-from parallel.nn.depth_layers import DepthLayers
-from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.depths import DepthLayers, MixtureOfDepths
 from parallel.nn.models import build
 from parallel.nn.operator import ArraySpec, Operator, name_all
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from parallel import nn
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.generation import next_token

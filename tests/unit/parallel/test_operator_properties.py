@@ -17,7 +17,7 @@ from support.tiers import default
 
 from parallel import SGD, Engine, nn
 from parallel.nn.attention_mask import AttentionMask
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.linear import Linear
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.operator import Operator

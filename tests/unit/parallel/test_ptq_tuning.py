@@ -16,11 +16,10 @@ from parallel.nn.operator import name_all
 from parallel.nn.transforms.quantizable_layers import layers_of
 from parallel.ptq.calibration import dealt
 from parallel.ptq.evaluation import evaluate
-from parallel.ptq.fine_tune import FineTuning
 from parallel.ptq.mixed_inputs import input_mixture
 from parallel.ptq.packed_weights import RoundedInput, weights_of
 from parallel.ptq.quantize_model import quantise
-from parallel.ptq.tuning import tune_levels, tune_weights, with_levels
+from parallel.ptq.tuning import FineTuning, tune_levels, tune_weights, with_levels
 from quant import parse, quantize
 
 SHAPES = {"mlp:tiny": (8, 8), "convnet:tiny": (1, 8, 8), "gpt:tiny": (16,)}

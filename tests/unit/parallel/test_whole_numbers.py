@@ -12,8 +12,7 @@ from parallel.data.sampler import prefetch
 from parallel.data.sequences import TokenSampler
 from parallel.nn.attention_mask import AttentionMask
 from parallel.nn.blockwise_attention import BlockwiseAttention
-from parallel.nn.depth_layers import DepthLayers
-from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.depths import DepthLayers, MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.operator import Operator
 from parallel.nn.router import Router, RouterSettings

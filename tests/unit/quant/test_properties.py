@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quant import Q4_0, Q8_0, PerChannel, PerGroup, PerTensor, QuantSpec, Scales, kernels, quantize
 from quant.formats import MINIFLOATS
-from quant.packing import packed_nbytes
+from quant.layout import packed_nbytes
 from quant.spec.granularity import to_rows
 
 F = np.float32

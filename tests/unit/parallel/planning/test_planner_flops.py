@@ -12,7 +12,6 @@ from parallel.planning.analytic.flops import (
     operators,
     recomputed_flops,
     training_cost,
-    utilisation,
 )
 from parallel.planning.analytic.presets import load
 from parallel.planning.analytic.transformer import Transformer
@@ -47,11 +46,8 @@ PUBLISHED = {  # devices, sequences of a step, seconds of a step with sequence p
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_utilisation(name):
     devices, sequences, seconds, percent = PUBLISHED[name]
-    found = utilisation(MODELS[name], sequences * 2048 / seconds, devices * A100, "selective")
-    assert 100 * found.mfu == pytest.approx(percent, abs=0.2)
-    assert found.hfu / found.mfu == pytest.approx(
-        1 + recomputed_flops(MODELS[name], "selective") / CONVENTIONS["exact"](MODELS[name], 2048)
-    )
+    flops = CONVENTIONS["exact"](MODELS[name], 2048) * sequences * 2048
+    assert 100 * flops / (seconds * devices * A100) == pytest.approx(percent, abs=0.2)
 
 
 def test_conventions():
@@ -63,14 +59,13 @@ def test_conventions():
     assert 0 <= palm - exact == 6 * model.norm_parameters * (118 + 1)
     # 238.3e3 tokens per second on 6144 TPU v4 are 46.2 % (Chowdhery et al. 2022, table 3).
     peak = 6144 * PRESETS.devices["tpu-v4"].peak_of("bf16")
-    assert utilisation(model, 238.3e3, peak, convention="palm").mfu == pytest.approx(0.462, abs=5e-4)
+    assert 238.3e3 * palm / peak == pytest.approx(0.462, abs=5e-4)
 
 
 def test_full_recomputation_is_a_third_more():
-    """HFU / MFU = 8/6 for layers alone."""
+    """FLOPs with full recomputation are 8/6 of those without, for layers alone."""
     model = Transformer(4, 256, 4, 0, 64, norms=0)
-    found = utilisation(model, 1.0, 1.0, "full")
-    assert found.hfu / found.mfu == pytest.approx(8 / 6, rel=1e-15)
+    assert 6 * recomputed_flops(model, "full") == 2 * CONVENTIONS["exact"](model, 64)
 
 
 @pytest.mark.parametrize("name", ["opt-760m", "opt-13b", "opt-175b"])

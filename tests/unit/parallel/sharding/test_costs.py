@@ -5,8 +5,7 @@ import pytest
 
 from collectives.analysis.cost_functions import UniformNetwork
 from parallel.nn.attention_mask import CAUSAL, FULL, AttentionMask
-from parallel.sharding.context.cost_formulas import AttentionWork, fastest, seconds
-from parallel.sharding.context.ring_steps import ring_work, score_steps
+from parallel.sharding.context.cost_formulas import AttentionWork, fastest, ring_work, score_steps, seconds
 from parallel.sharding.context.sequence_division import DIVISIONS, SequenceDivision
 
 FREE = UniformNetwork(0.0, 0.0, 0.0)

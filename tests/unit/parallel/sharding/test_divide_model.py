@@ -9,7 +9,7 @@ from support.context_cases import ALGORITHMS
 from collectives.selection.cost_model import BUILT_IN
 from parallel.data.sampler import Batch
 from parallel.nn.compose import Sequential
-from parallel.nn.depth_layers import DepthLayers
+from parallel.nn.depths import DepthLayers
 from parallel.nn.dropout import Dropout
 from parallel.nn.flat_params import FlatParams
 from parallel.nn.loss import SoftmaxCrossEntropy

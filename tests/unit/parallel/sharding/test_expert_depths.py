@@ -5,8 +5,7 @@ import pytest
 from conformance.thread_communicator import run_threads
 
 from parallel import SGD, Engine, nn
-from parallel.nn.depth_layers import DepthLayers
-from parallel.nn.depths import MixtureOfDepths
+from parallel.nn.depths import DepthLayers, MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.models import transformer
 from parallel.nn.router import RouterSettings
