@@ -217,8 +217,8 @@ def test_the_newest_sound_checkpoint_is_told_where_the_newest_is_damaged(whole, 
 def test_a_checkpoint_of_another_folder_is_not_named(tmp_path):
     """A resume from one folder that keeps its checkpoints in another: until it has one, none is there."""
     saved = []
-    training = SimpleNamespace(done=4, save=lambda folder, keep, overwrite: saved.append(folder))
-    args = SimpleNamespace(checkpoint=tmp_path / "b", keep=3, overwrite=False)
+    training = SimpleNamespace(done=4, save=lambda folder, **options: saved.append(folder))
+    args = SimpleNamespace(checkpoint=tmp_path / "b", keep=3, keep_best=0, overwrite=False)
     writer = CheckpointWriter(MPI.COMM_SELF, args, training)
     assert (writer.step, writer.tried) == (0, 0)
     assert writer.killed_text().endswith("was: no checkpoint keeps it")
