@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.runtime.resources import format_bytes
+from collectives.units import format_bytes
 from parallel.runtime.vector_memory import to_host
 from quant.kernels import array_namespace
 

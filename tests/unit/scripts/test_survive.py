@@ -158,7 +158,7 @@ def test_the_next_start_removes_what_was_left(begin, tmp_path):
         (["--survive", "--survive-every", "0"], "--survive-every: expected 1 or more, found 0"),
         (["--survive-every", "3"], "--survive-every: expected --survive"),
         (["--survive", "--survive-in", "FOLDER", "0", "--plot", "a.png"], "--survive: with --plot expected --json"),
-        (["--survive", "--survive-in", "FOLDER", "0", "--parallel", "local"], "--survive: expected --parallel dp"),
+        (["--survive", "--survive-in", "FOLDER", "0", "--parallel", "local"], "--survive: expected --layout dp"),
     ],
 )
 def test_refusals(tmp_path, words, text):
