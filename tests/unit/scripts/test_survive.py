@@ -1,7 +1,9 @@
 """`chorus train --survive`: a training goes on after the death of a rank, and ends after anything else."""
 
+import contextlib
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,12 @@ pytest.importorskip("threadpoolctl")
 from kill_ranks import ranks_of
 from mpi_launches import ROOT
 from support.launched_training import course, lines, same, until
-from support.launches import ended, needs_mpiexec, start_command
+from support.launches import MPIEXEC, ended, needs_mpiexec, start_command
 from support.program_runs import call
 from support.tiers import default
 
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.cli import restarts, train
-from parallel.cli.restarts import MEMORY
 
 TASK = ["--data", "teacher_classes", "--model", "mlp:tiny", "--batch", "48", "--dropout", "0.1", "--threads", "1"]
 STEPS, AT = 12, 7
@@ -57,8 +58,12 @@ def begin(tmp_path):
     return made
 
 
-def folders():
-    return set(MEMORY.glob("chorus-*"))
+def memory_of(process):
+    """Folder of the states of a training that `begin` has started."""
+    command = [MPIEXEC, *process.args[process.args.index("-n") :]]
+    command[3:3] = [sys.executable, "-m", "parallel.cli.main"]
+    with contextlib.chdir(ROOT):
+        return restarts._folder_of(command)
 
 
 LAYOUTS = {
@@ -76,41 +81,42 @@ LAYOUTS = {
 @pytest.mark.timeout(240)
 def test_a_killed_rank_changes_no_bit(begin, tmp_path, name):
     ranks, words = LAYOUTS[name]
-    before = folders()
     output = ended(begin(None, *words, ranks=ranks))
     (tmp_path / "c").rename(tmp_path / "usual")
     (tmp_path / "m.jsonl").rename(tmp_path / "usual.jsonl")
     process = begin("kill", *words, "--survive", "--survive-every", 1, ranks=ranks)
     output = ended(process)
     assert process.returncode == 0, output
-    assert "restart 1 of at most 10" in output and "restart 2" not in output
+    assert (
+        f"resumed {memory_of(process)}: " in output
+        and "restart 1 of at most 10" in output
+        and "restart 2" not in output
+    )
     assert f": {AT - 1} steps were made" in output or f": {AT} steps were made" in output
     assert same(all_in(tmp_path / "usual")[-1], all_in(tmp_path / "c")[-1])
     assert course(tmp_path / "usual.jsonl") == course(tmp_path / "m.jsonl")
-    assert folders() == before
+    assert not memory_of(process).exists()
 
 
 @pytest.mark.full
 @needs_mpiexec
 @pytest.mark.timeout(240)
 def test_an_error_is_not_repeated(begin):
-    before = folders()
     process = begin("raise", "--survive")
     output = ended(process)
     assert process.returncode == 1 and "broken on purpose" in output and "restart" not in output
-    assert folders() == before
+    assert not memory_of(process).exists()
 
 
 @pytest.mark.full
 @needs_mpiexec
 @pytest.mark.timeout(240)
 def test_a_rank_that_always_dies(begin):
-    before = folders()
     process = begin("always", "--survive", 2)
     output = ended(process)
     assert process.returncode not in (0, 1, 2)
     assert "restart 2 of at most 2" in output and "after 2 restarts: no further one" in output
-    assert output.count("restart ") == 2 and folders() == before
+    assert output.count("restart ") == 2 and not memory_of(process).exists()
 
 
 @pytest.mark.full
@@ -118,13 +124,12 @@ def test_a_rank_that_always_dies(begin):
 @needs_mpiexec
 @pytest.mark.timeout(240)
 def test_a_stop_is_no_death(begin, tmp_path, number):
-    before = folders()
     process = begin(None, "--survive", steps=100000)
     until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
     process.send_signal(number)
     output = ended(process)
     assert process.returncode == 128 + number and "restart" not in output
-    assert folders() == before
+    assert not memory_of(process).exists()
 
 
 @pytest.mark.full
@@ -132,22 +137,20 @@ def test_a_stop_is_no_death(begin, tmp_path, number):
 @pytest.mark.timeout(240)
 def test_the_next_start_removes_what_was_left(begin, tmp_path):
     """Everything is killed at once. The same command then begins anew, and leaves nothing."""
-    before = folders()
     process = begin(None, "--survive", "--overwrite", steps=2000)
     until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
     ranks = ranks_of(process.pid).values()
     for one in (process.pid, *ranks):
         subprocess.run(["kill", "-9", str(one)], check=False)
     ended(process)
-    (left,) = folders() - before
-    assert list(left.glob("rank-*"))
+    assert list(memory_of(process).glob("rank-*"))
     (tmp_path / "m.jsonl").unlink()
     process = begin(None, "--survive", "--overwrite", steps=2000)
     until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
     process.send_signal(signal.SIGTERM)
     output = ended(process)
     assert process.returncode == 128 + signal.SIGTERM and "resumed" not in output
-    assert folders() == before
+    assert not memory_of(process).exists()
 
 
 @pytest.mark.parametrize(
