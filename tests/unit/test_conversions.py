@@ -37,6 +37,7 @@ ALLOWED = {
     "collectives/cli/record_files.py _frames": CHECKED,
     "collectives/runtime/record/causes.py place": COMPUTED,
     "collectives/runtime/record/causes.py _without_record": COMPUTED,
+    "collectives/runtime/record/causes.py slowness": COMPUTED,
     "collectives/runtime/planning/agreement.py _number": TEXT,
     "collectives/runtime/arguments/argument_keys.py _part": "integers of NumPy",
     "collectives/runtime/arguments/call.py _root": CHECKED,
