@@ -48,7 +48,7 @@ _TIMES = ("opened", "line_seen")
 
 
 class Address(NamedTuple):
-    """Where a rank answers: IPv4 addresses of its host, port, and the bytes that a question begins with."""
+    """Addresses at which a rank answers: IPv4 ones of its host, port, and the bytes that a question begins with."""
 
     hosts: tuple[str, ...]
     port: int
