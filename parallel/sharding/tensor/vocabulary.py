@@ -76,8 +76,7 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
     ):
         self.axis, self.units, self.algorithm = axis, tuple(units), algorithm
         self._whole = whole or SoftmaxCrossEntropy()
-        if not self._whole.is_plain:
-            raise PlacementError(f"loss: weights need whole scores, and these are cut along {axis.name}")
+        self._refuse_weights()
         each = len(units) // axis.size
         self.lengths = [sum(units[rank * each : (rank + 1) * each]) for rank in range(axis.size)]
         ends, here = list(accumulate(units)), slice(axis.rank * each, (axis.rank + 1) * each)
@@ -99,8 +98,14 @@ class VocabularyCrossEntropy(SoftmaxCrossEntropy):
         losses = xp.where(targets.reshape(-1) < 0, 0, log_sum - score)
         return float(losses.sum(dtype=np.float64)), (y, targets, log_sum)
 
+    def _refuse_weights(self) -> None:
+        """Raise PlacementError if targets or classes have weights, perhaps by an attribute that was assigned later."""
+        if not self._whole.is_plain:
+            raise PlacementError(f"loss: weights need whole scores, and these are cut along {self.axis.name}")
+
     def _largest(self, y: Array, targets: Array, scores: Array) -> Array:
         """The largest score of this rank's classes. Checks the arguments."""
+        self._refuse_weights()
         expect(targets.dtype.kind in "iu", self, "targets that are integers", targets)
         expect(y.shape[:-1] == targets.shape, self, f"targets of shape {y.shape[:-1]}", targets)
         expect(y.shape[-1] == self.lengths[self.axis.rank], self, f"{self.lengths[self.axis.rank]} classes", y)

@@ -130,7 +130,7 @@ STEPS = {
     "lengths": ({"y": Y[:7]}, "expected equal lengths, found 12 inputs, 7 targets"),
     "labels": ({"y": Y + 1}, "target 3 is not below 3"),
     "floats": ({"y": Y.astype("f4")}, "expected targets that are integers"),
-    "one hot": ({"y": np.eye(3)[Y]}, "expected targets that are integers"),
+    "one hot": ({"y": np.eye(3, dtype=int)[Y]}, r"expected targets of shape \(.*,\), found shape \(.*, 3\)"),
     "column": ({"y": Y[:, None]}, r"expected targets of shape \(.*,\), found shape \(.*, 1\)"),
 }
 

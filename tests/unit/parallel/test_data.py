@@ -106,6 +106,7 @@ def test_looking_ahead_does_not_move_the_position():
         "seed": 1,
         "shuffle": 1,
         "window": 0,
+        "drop_last": 0,
     }
 
 

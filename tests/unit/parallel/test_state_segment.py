@@ -106,6 +106,6 @@ def test_too_little_room(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(state_segment.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"^expected 1.04 MB more in .*, found .*B$"):
+    with pytest.raises(OSError, match=r"^expected 1016 KiB more in .*, found .*B$"):
         StateSegment(tmp_path / "rank-00000-0", 1_040_000)
     assert not list(tmp_path.iterdir())

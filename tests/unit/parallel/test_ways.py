@@ -22,7 +22,7 @@ def test_every_style_of_replicas_is_a_way(style):
     way.check(Settings(layout=style), 4)
     for option in OPTIONS.values():
         if style in option.layouts:
-            strategy_of(Settings(layout=style, **{option.name: 2}))
+            strategy_of(Settings(layout=style, **{option.name: True if option.kind == "bool" else 2}))
     with pytest.raises(ValueError, match=f"check_every: with {style} ranks have different weights"):
         way.check(Settings(layout=style, check_every=1), 4)
 

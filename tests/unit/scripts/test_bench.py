@@ -209,7 +209,7 @@ def test_json_holds_what_readers_expect(tmp_path):
 def test_no_native_time_is_null_and_a_dash():
     row = result_rows.make_row("allreduce", "ring", 2, 8, timing.summarise(np.ones(3)), None)
     assert row["native_us"] is None and row["ratio"] is None
-    assert result_table.TableStyle().line(row).split()[:5] == ["8", "ring", "1.00", "-", "-"]
+    assert result_table.TableStyle().line(row).split()[:6] == ["8", "B", "ring", "1.00", "-", "-"]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -189,7 +189,7 @@ def test_short_names_can_be_parsed_or_are_codes():
 
 
 def test_the_options_are_all():
-    there = {option.dest for option in quantize_model.parser()._actions} - {"help", "checkpoint", "load"}
+    there = {option.dest for option in quantize_model.parser()._actions} - {"help", "help_all", "checkpoint", "load"}
     assert {*OPTIONS} == there == {*NEEDED["checkpoint",]}
 
 

@@ -82,7 +82,7 @@ def test_rates(text, expected):
     ("arguments", "told"),
     [
         ("--collective allreduces", "invalid choice: 'allreduces'"),
-        ("--algorithm rink", "allreduce has no rink; known: linear, mst, ring"),
+        ("--algorithm rink", "unknown algorithm 'rink' for allreduce; known: linear, mst, ring"),
         ("--ranks 0", "--ranks: expected a whole number from 1 on"),
         ("--per-node 0", "--per-node: expected a whole number from 1 on"),
         ("--alpha soon", "'soon' is no time"),

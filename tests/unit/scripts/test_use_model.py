@@ -140,7 +140,7 @@ def test_checkpoint_of_an_engine(tmp_path):
         (generate, "text", ("--temperature", "-1"), "argument --temperature: expected a number from 0 on"),
         (generate, None, (), "has no checkpoints"),
         (predict, "classes", ("--data", "none.npy", "--out", "y.npy"), "none.npy"),
-        (predict, "classes", ("--data", "x.npy", "--out", "."), "--out: . is no plain file"),
+        (predict, "classes", ("--data", "x.npy", "--out", "."), "--output: . is no plain file"),
         (predict, "text", ("--data", "x.npy", "--out", "y.npy"), "x.npy does not fit gpt:tiny"),
         (predict, "classes", ("--data", "x.npz", "--out", "y.npy"), "x.npz: not a plain array"),
         (predict, "classes", ("--data", "0.npy", "--out", "y.npy"), "0.npy: expected numbers with an axis of samples"),

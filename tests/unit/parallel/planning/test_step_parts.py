@@ -152,6 +152,7 @@ def test_units_of_another_model_are_measured_again(monkeypatch):
     others |= {"depths": "0.5", "products": "fp8", "fake_quant": "int4", "fake_quant_inputs": "int8", "prune": 0.5}
     others |= {"prune_pattern": "rows", "precision": "fp64", "sequence_parallel": True, "tensor_shards": 2}
     others |= {"reproducible": True, "sequence_parts": 4, "context": "ring", "tokenizer": "words.json"}
+    others |= {"loss": "mse", "class_weights": "1,2"}
     assert others.keys() == set(UNIT_FIELDS)
     options = [one for one in inspect.signature(build_model).parameters.values() if one.kind is one.KEYWORD_ONLY]
     assert tuple(one.name for one in options) == BUILD_FIELDS
