@@ -153,7 +153,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def entries(found: Sequence[RankCalls]) -> Iterator[traces.Entry]:
-    """Trace entries of the last calls of each rank, from the first one on."""
+    """Trace entries of the last calls of each rank, with times since the earliest of them."""
     yield from traces.names([0] * len(found))
     begin = min((one.calls[-TRACED:, 2].min() for one in found if len(one.calls)), default=0)
     for one in found:

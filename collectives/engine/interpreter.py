@@ -40,7 +40,10 @@ _yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.slee
 
 
 class _Expected(NamedTuple):
-    """Array of `Program.run`: the memory in it, its offset, and the bytes that may not overlap the other array."""
+    """Expected array of `Program.run`: the program's memory in the array, and the offset of that memory.
+
+    `nbytes` of the array may not overlap the other one.
+    """
 
     memory: int = IGNORED
     offset: int = 0
@@ -265,7 +268,7 @@ class RowProgram(MailboxRows):
         return False
 
     def end(self, *_: object) -> int:
-        """Return that Python code manages the request."""
+        """Refuse: the interpreter manages no requests, Python code does."""
         return REFUSED
 
     is_idle = False

@@ -50,7 +50,7 @@ class BoundMessage(NamedTuple):
 
 
 class Combining(NamedTuple):
-    """Reduction of an incoming message, by its number for rows, with operands of this rank."""
+    """Reduction of an incoming message with operands of this rank. `reduction` is its number in instructions."""
 
     reduction: int
     mine_first: bool

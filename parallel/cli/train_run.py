@@ -211,7 +211,7 @@ class TrainingRun:
             return 128 + number if number else 0
 
     def _keep(self) -> None:
-        """Keep the state, and print every how many steps once that is chosen."""
+        """Keep the state in memory. Print the number of steps between two states as soon as it has been chosen."""
         if (keeper := self._keeper) is not None:
             before = keeper.every
             keeper.keep()

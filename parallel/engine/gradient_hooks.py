@@ -100,7 +100,7 @@ def _by_use(parts: list[tuple[ParameterShard, Compute]]) -> list[list[_Use]]:
 
 
 class _WholeGradient:
-    """Gradient of one use of a tensor that is cut, gathered and changed by the hooks when the first part is wanted."""
+    """Gradient of one use of a tensor in parts. It is gathered and passed to the hooks at the first part asked for."""
 
     def __init__(self, parts: list[_Use], call_hooks: Callable[[Parameter, Array], None]):
         self._parts, self._call_hooks = parts, call_hooks

@@ -27,7 +27,7 @@ Losses = list[tuple[int, float]]
 class CheckedBatches(NamedTuple):
     """Micro-batches on the device, sorted by number, and the counts of their targets; or none, and an error.
 
-    `content` has digests of their arrays, if other ranks have the same.
+    `content` has digests of their arrays, if other ranks have to load the same micro-batches.
     """
 
     mine: list[Batch]

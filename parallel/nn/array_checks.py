@@ -92,7 +92,7 @@ def is_float(x: Any) -> bool:
 
 
 def float_type(x: Any) -> np.dtype | None:
-    """Dtype of the first array of `x`, or of a tuple, that has no integers or bools."""
+    """Dtype of x, or of the first array in the tuple x, that is neither of integers nor of bools."""
     return next((one.dtype for one in parts_of(x) if one is not None and is_float(one)), None)
 
 

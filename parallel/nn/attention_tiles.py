@@ -192,7 +192,7 @@ def collected(queries: Iterable[ForwardTile], q: Array) -> tuple[Array, Array]:
 
 
 def collected_gradient(queries: Iterable[BackwardTile], q: Array) -> Array:
-    """Gradients of the queries of all tiles, wide, of the shape of q."""
+    """Gradient of the queries, put together from all tiles: in the dtype of sums, of the shape of q."""
     dq = kernels.array_namespace(q).empty(q.shape, kernels.wide(q.dtype))
     for tile in queries:
         unfold(tile.dq, tile.tile, dq)

@@ -70,7 +70,7 @@ class Assignments(NamedTuple):
         return Assignments(self.tokens[here], self.counts[start:stop], self.weights[here])
 
     def subset(self, places: np.ndarray) -> Assignments:
-        """Assignments at these places, ascending."""
+        """Assignments at `places`, which ascend."""
         index = kernels.array_namespace(self.weights).asarray(places)
         counts = np.bincount(self.experts[places], minlength=len(self.counts))
         return Assignments(self.tokens[index], counts.tolist(), self.weights[index])

@@ -123,7 +123,9 @@ class TorchModule(TapedOperator):
 
     @contextmanager
     def _mode(self, run: PassMode, dtype: torch.dtype) -> Iterator[str | None]:
-        """Context of a pass, in training with random numbers of this use. Yields its name. Buffers are copies."""
+        """Context of a pass: training or evaluation mode, and in training a seed for this use of the module.
+
+        Yields the name of the use. The module's buffers are replaced by copies meanwhile."""
         for one in self._modes:
             one.training = run.training
         for holder, key, name in self._places:

@@ -28,10 +28,10 @@ from parallel.cli.main import LAUNCH_DEFAULTS
 from parallel.cli.restarts import MEMORY
 
 LAYOUTS = {
-    "dp": ("--parallel", "dp"),
-    "zero3": ("--parallel", "zero3"),
-    "pp": ("--parallel", "pp", "--stages", "2"),
-    "dp x tp": ("--parallel", "dp", "--tensor", "2"),
+    "dp": ("--layout", "dp"),
+    "zero3": ("--layout", "zero3"),
+    "pp": ("--layout", "pp", "--stages", "2"),
+    "dp x tp": ("--layout", "dp", "--mesh", "dp=2,tp=2"),
 }
 STEPS = 40
 LONGEST = 300.0  # seconds of a training

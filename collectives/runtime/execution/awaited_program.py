@@ -107,7 +107,7 @@ class AwaitedProgram:
             yield f"{single} rank {numbers}" if len(ranks) == 1 else f"{several} ranks {numbers}"
 
     def _work(self, number: int) -> Iterator[str]:
-        """Functions that the current rows call."""
+        """Descriptions of the functions that the next instructions of a round call."""
         for one in self._waiting(number):
             if one.call is not None:
                 awaits = getattr(one.call, "awaits", None)

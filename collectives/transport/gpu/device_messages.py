@@ -310,6 +310,6 @@ class DeviceNodeTransport(DeviceWire):
         self._memory.yielding(pauses)
 
     def free(self) -> None:
-        """Wait for the copies of a call that was aborted. The mailboxes belong to the node."""
+        """Wait for the copies of a call that was aborted. The mailboxes are the node's, and stay."""
         if self.is_busy:
             self._copies.finish()

@@ -79,7 +79,7 @@ def _times(work: PipelineWork, messages: MessageCosts) -> ActionTimes:
 
 
 def _after(portion: Portion, work: PipelineWork, messages: MessageCosts) -> tuple[list[tuple[str, float]], int]:
-    """Seconds of the gradient sums of a stage's parameter groups by cause, and elements that a rank updates."""
+    """Seconds of a stage's gradient sums, by their cause (replicas, tied weights), and elements that a rank updates."""
     sums: list[tuple[str, float]] = []
     own = 0
     for group, plan in portion.held:

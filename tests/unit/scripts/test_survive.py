@@ -68,11 +68,11 @@ def memory_of(process):
 
 LAYOUTS = {
     "dp": (2, []),
-    "zero3": (2, ["--parallel", "zero3", "--precision", "bf16"]),
-    "zero3 of 3": (3, ["--parallel", "zero3"]),
+    "zero3": (2, ["--layout", "zero3", "--precision", "bf16"]),
+    "zero3 of 3": (3, ["--layout", "zero3"]),
     "compressed": (2, ["--compress", "topk:0.1"]),
-    "pp": (2, ["--parallel", "pp", "--cuts", "0,1,2"]),
-    "dp x tp": (4, ["--tensor", "2"]),
+    "pp": (2, ["--layout", "pp", "--cuts", "0,1,2"]),
+    "dp x tp": (4, ["--mesh", "dp=2,tp=2"]),
 }
 
 
@@ -161,7 +161,7 @@ def test_the_next_start_removes_what_was_left(begin, tmp_path):
         (["--survive", "--survive-every", "0"], "--survive-every: expected 1 or more, found 0"),
         (["--survive-every", "3"], "--survive-every: expected --survive"),
         (["--survive", "--survive-in", "FOLDER", "0", "--plot", "a.png"], "--survive: with --plot expected --json"),
-        (["--survive", "--survive-in", "FOLDER", "0", "--parallel", "local"], "--survive: expected --layout dp"),
+        (["--survive", "--survive-in", "FOLDER", "0", "--layout", "local"], "--survive: expected --layout dp"),
     ],
 )
 def test_refusals(tmp_path, words, text):
