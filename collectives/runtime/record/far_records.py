@@ -176,7 +176,7 @@ class FarRecords:
         self._wanted.update((rank, now) for rank in ranks if rank in self._addresses)
 
     def get(self, rank: int) -> RankRecord | None:
-        """Newest record received of a rank, None if it is older than `FRESH` seconds. Asks nobody."""
+        """Newest record received of a rank, None if it is older than `FRESH` seconds. Sends nothing."""
         found = self._found.get(rank)
         return None if found is None or time.monotonic() - found[0] > FRESH else found[1]
 
