@@ -485,7 +485,7 @@ class Communicator(ObjectMethods):
         agreed, placement = self._agreed.part(ranks), None
         if self._planner is not None:
             placement = self._planner.transports.placement.part(ranks)
-        if placement is None:
+        if placement is None:  # a closed one has none: all ranks find theirs anew
             placement = place_ranks(private, agreed.shared and not agreed.aware, agreed.nodes)
         made._open(private, placement, agreed)
         return made

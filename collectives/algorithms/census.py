@@ -52,6 +52,7 @@ def allreduce(rank: int, size: int) -> Rounds:
     messages = _messages(size)
     for message, following in zip(messages, (*messages[1:], None)):
         ahead, before = (rank + message.distance) % size, (rank - message.distance) % size
+        # B is empty before the first round: the own term goes alone
         steps: Round = [Send(ahead, mine if not message.counted else both if message.own else behind)]
         steps.append(RecvReduce(before, behind) if message.counted else Recv(before, behind))
         if following is None:

@@ -38,6 +38,7 @@ def exchange(rank: int, neighbors: Neighbors, sent: int) -> Rounds:
     """
     departures = [(peer, k if sent > 1 else 0) for k, peer in enumerate(neighbors.destinations) if peer >= 0]
     sources = neighbors.sources
+    # MPI matches the messages of one source by their order
     arrivals = [(sources[place], sent + place) for place in neighbors.order if sources[place] >= 0]
     steps: list[Step] = [Send(peer, one(chunk)) for peer, chunk in departures if peer != rank]
     steps += [Recv(peer, one(chunk)) for peer, chunk in arrivals if peer != rank]

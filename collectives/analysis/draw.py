@@ -79,6 +79,7 @@ def table(schedules: Sequence[Schedule], count: int, width: int = 0) -> str:
     numbering = [["round"], *([str(index)] for index in range(rounds))]
     bands: list[list[list[list[str]]]] = [[numbering]]
     for column in columns:
+        # one column fits always
         if width and len(bands[-1]) > 1 and sum(2 + _width(one) for one in (*bands[-1], column)) - 2 > width:
             bands.append([numbering])
         bands[-1].append(column)

@@ -101,6 +101,7 @@ def _placement(combiner: str, found: dict[str, Any], extent: int) -> tuple[np.nd
     if combiner == "SUBARRAY":
         return _subarray(found, extent)
     if combiner in ("INDEXED", "HINDEXED", "INDEXED_BLOCK", "HINDEXED_BLOCK"):
+        # MPI has displacements in bytes in the H forms, else in extents
         places = np.array(found["displacements"], np.int64) * (1 if combiner.startswith("H") else extent)
         lengths = found["blocklength"] if combiner.endswith("BLOCK") else found["blocklengths"]
         return np.broadcast_to(np.array(lengths, np.int64), places.shape), places

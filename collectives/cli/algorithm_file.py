@@ -38,7 +38,7 @@ def entry_name(collective: str, text: str, size: int | None = None) -> str:
     is_entry = isinstance(found, Algorithm)
     entries = CATALOG[collective]
     entries[name] = found if is_entry else Algorithm(found, "", alike=False, exact=False)
-    if size is not None and (size <= MOST or not is_entry):
+    if size is not None and (size <= MOST or not is_entry):  # the proof has a function's costs
         entries[name] = _proved(collective, name, size, entries[name])
     return name
 

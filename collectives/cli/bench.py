@@ -86,7 +86,7 @@ def overlap_lines(plain: MPI.Intracomm, collective: str, nbytes: int, dtype: str
         start = partial(getattr(comm, f"I{case.method.lower()}"), *buffers.args)
         for label, work in works(plain, milliseconds).items():
 
-            def both(start: Any = start, work: Any = work) -> None:
+            def both(start: Any = start, work: Any = work) -> None:  # defaults: bound in this turn of the loop
                 request = start()
                 work()
                 request.Wait()
@@ -191,6 +191,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join the JSON files of several launches"
     )
     args = parser.parse_args(argv)
+    # no default of the option: `append_const` would add to it
     args.modes = list(dict.fromkeys(args.modes or MODES[:1]))
     try:
         args.algorithms = {collective: resolve(collective, args.algorithm) for collective in args.collective}
@@ -259,7 +260,7 @@ def bench(args: argparse.Namespace) -> Report:
             missing = [f"# {collective} {nbytes}: no {name}: {reason}" for name, reason in absent.items()]
             for line in (*style.lines(rows), *missing):
                 launcher.say(line)
-            if "auto" in absent:
+            if "auto" in absent:  # a named algorithm may refuse a call
                 raise RuntimeError(f"{collective} of {nbytes} bytes of {dtype} failed: {absent['auto']}")
             report["rows"] += rows
             bar.update()
@@ -276,7 +277,7 @@ def bench_torch(args: argparse.Namespace) -> Report:
     style, groups = result_table.TableStyle(args.full), race_cases.groups()
     limits = {name: getattr(args, name) for name in ("iterations", "warmup", "seconds")}
     for collective, size in product([name for name in args.collective if name in race_cases.CASES], args.sizes):
-        if collective == "barrier" and size != args.sizes[0]:
+        if collective == "barrier" and size != args.sizes[0]:  # it has no size: one row
             continue
         buffers: list[Any] = [race_cases.RaceBuffers(group, collective, size) for group in groups]
         ours, gloo = race(plain, [Contestant("", each, each.call) for each in buffers], **limits)

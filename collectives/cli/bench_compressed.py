@@ -90,7 +90,7 @@ def race(comm: Communicator, nbytes: int, args: argparse.Namespace) -> list[dict
             found[f"{way} {name}"] = partial(_sum, made)
         names = list(found)
         for turn in range(args.turns + 1):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:  # none is always first
                 MPI.COMM_WORLD.Barrier()
                 began = time.perf_counter()
                 found[name](x, out)

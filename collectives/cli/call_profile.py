@@ -197,6 +197,7 @@ class CallProfile:
         plain = comm.plain
         values = *arguments, *keywords.values()
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
+        # all or none: calls are collective
         if plain.Get_size() == 1 or not plain.allreduce(_can_repeat(values), MPI.LAND):
             return
         memory = [*_arrays(values)]

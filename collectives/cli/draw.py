@@ -65,7 +65,7 @@ def picture(path: Path, title: str, schedules: Sequence[Schedule], count: int, n
     """Draw schedules into a file: ranks as lines, rounds as columns, an arrow per message, a background per node."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # there may be no display
     import matplotlib.pyplot as plt
 
     size, rounds = len(schedules), max(1, *map(len, schedules))

@@ -137,7 +137,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if first.status:
             print(first.text, file=sys.stderr)
             raise SystemExit(f"chorus drill: error: expected a program that ends well, found status {first.status}")
-        calls = {one.rank: int(one.header["last"]) for one in in_folder(Path(name))}
+        calls = {one.rank: int(one.header["last"]) for one in in_folder(Path(name))}  # before the folder goes
     ranks = [rank for rank, count in sorted(calls.items()) if count]
     if not ranks:
         raise SystemExit("chorus drill: error: expected a program that makes collective calls, found none")

@@ -83,7 +83,7 @@ class ProgramParser(argparse.ArgumentParser):
         for word in takewhile(lambda word: word != "--", self._words):
             name = word.partition("=")[0]
             is_option = name.startswith("--") and " " not in word
-            if is_option and not any(option.startswith(name) for option in known):
+            if is_option and not any(option.startswith(name) for option in known):  # argparse takes prefixes
                 if close := get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE):
                     message = f"unrecognized arguments: {name} (perhaps --{close[0]})"
                 elif described := self._described(name[2:].replace("-", " ")):

@@ -44,6 +44,7 @@ def roots(collective: str, size: int, nodes: Nodes | None = None) -> list[int]:
 def placements(size: int) -> list[Nodes | None]:
     """Rank-to-node maps to prove: one node, blocks of k ranks, ranks dealt round-robin over k nodes, random maps."""
     drawn = random.Random(size)
+    # few maps of many ranks: their proofs take long
     widths = [width for width in (1, 2, 3, 4, 5, 8) if width < size]
     found = [numbered(rank // width for rank in range(size)) for width in widths if size <= 16 or width in (3, 8)]
     found += [numbered(rank % width for rank in range(size)) for width in widths if size <= 16 or width == 5]
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument("--algorithm", type=words, metavar="NAME,...", help="only these, or file.py:function")
     arguments = parser.parse_args()
     collectives = arguments.collective or list(catalog.CATALOG)
-    if arguments.algorithm and not arguments.collective:
+    if arguments.algorithm and not arguments.collective:  # others may not have it
         parser.error("--algorithm: expected --collective NAME as well")
     try:
         entries = [

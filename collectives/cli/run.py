@@ -69,7 +69,7 @@ def parse(words: Sequence[str] | None = None) -> Namespace:
         parser.error(f"expected a program, as in {parser.usage}")
     if options.program[0] not in ("-m", "-c") and (problem := unreadable(Path(options.program[0]))):
         parser.error(f"{options.program[0]}: {problem}")
-    if options.profile:
+    if options.profile:  # before the run, not at its end
         for path in files_of(options.profile_files):
             expect_writable(parser, path)
     return options

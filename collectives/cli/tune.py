@@ -140,6 +140,7 @@ def main() -> int:
     """Measure, or show the table. Return 1 if a result was wrong or the table could not be used, else 0."""
     args = parse()
     plain = MPI.COMM_WORLD
+    # read by one rank, so that all go on or end alike
     table, message = plain.bcast(known(args.table, args.show) if plain.Get_rank() == 0 else None)
     if table is None:
         launcher.end_with(message)

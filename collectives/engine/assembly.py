@@ -191,7 +191,7 @@ def assemble(rounds: Rounds, bases: np.ndarray, any_length: bool = False) -> Row
     instructions = flat(rounds)
     for one in instructions:
         if isinstance(one.call, OnMemories):
-            one.call.bases = bases
+            one.call.bases = bases  # not a copy: a program that moves changes them in place
     messages = list({id(one.message): one.message for one in instructions if one.message is not None}.values())
     records = np.zeros(len(messages), NET_MESSAGE)
     for message, record in zip(messages, records):

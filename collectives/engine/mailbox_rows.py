@@ -54,14 +54,14 @@ class MailboxRows(RowOperands):
             return []
         operands = [self._operands[number] for number in self._numbers(row)]
         found = [(self._address((one["left"], one["left_offset"])), one["nbytes"]) for one in operands]
-        is_long = (row["part"] or row["nbytes"]) > peer.copied_bytes
+        is_long = (row["part"] or row["nbytes"]) > peer.copied_bytes  # each part is a copy
         return found if is_long or all(peer.has_mapped(*one) for one in found) else []
 
     def _send(self, row: Row) -> bool:
         peer = self._peer(row)
         if not peer.has_room():
             return False
-        addresses = [] if self._done[row["index"]] else self._addresses(row, peer)
+        addresses = [] if self._done[row["index"]] else self._addresses(row, peer)  # begun in parts: goes on so
         if addresses:
             label = row["address_label"] + len(addresses)
             self._sent[row["index"]] = self._set_flag(peer, label, list(chain(*addresses)))

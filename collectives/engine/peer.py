@@ -30,6 +30,7 @@ class Peer:
     def __init__(self, link: np.ndarray) -> None:
         self.record = link[0]
         self.counts = link.view(np.int64).data
+        # read once: a field of a NumPy record takes long to read
         fixed: dict[str, int] = {
             name: int(self.record[name]) for name in link.dtype.names or () if name not in _GROWING
         }

@@ -81,6 +81,7 @@ class RowOperands:
                     operand[f"{side}_offset"] = ends[memory][start]
                     operand["nbytes"] = ends[memory][start + chunks] - ends[memory][start]
         nbytes = int(scale["call_bytes"]) * elements
+        # equal to `mark_of`: peers compare marks, and may run a program of one length
         mark = (int(scale["mark"]) + ((nbytes * 2654435761 & 0xFFFFFFFF) >> 20)) % (KIND // LABELS) * LABELS
         for row in self._rows:
             row["nbytes"] = sum(self._operands[number]["nbytes"] for number in self._numbers(row))

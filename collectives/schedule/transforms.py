@@ -84,7 +84,7 @@ def segmented(rounds: Iterable[Round], segments: int, count: int, vector: bool) 
     def of_blocks(chunks: Chunks, segment: int) -> Chunks:
         return scattered(chunk * segments + segment for chunk in numbers(chunks))
 
-    once, chunks_of = list(rounds), of_vector if vector else of_blocks
+    once, chunks_of = list(rounds), of_vector if vector else of_blocks  # each segment reads it
     for time in range(len(once) + segments - 1):
         yield [
             _renamed(step, lambda peer: peer, partial(chunks_of, segment=segment))

@@ -119,7 +119,7 @@ def _one_way(schedule: Schedule) -> bool:
 
 def kept_bytes(call: TimedCall, schedules: list[Schedule]) -> list[int]:
     """Bytes of every rank's input that its result contains unchanged. A call that is not in place must copy them."""
-    if call.collective == "broadcast" or call.in_place:
+    if call.collective == "broadcast" or call.in_place:  # one buffer for input and result
         return [0] * call.size
     layout, blocks = call.layout, catalog.blocks(call.collective, call.algorithm, call.size)
     kept = []

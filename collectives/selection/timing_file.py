@@ -101,7 +101,7 @@ def from_json(content: Any) -> TimingTable:
             }
             for entry in content["entries"]
         }
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # of any JSON
         raise DamagedTable(f"is damaged: {type(error).__name__}: {error}") from None
     return TimingTable(costs, entries)
 

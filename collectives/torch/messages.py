@@ -76,7 +76,7 @@ class Messages:
         """
         if not 0 <= peer < self._size and (sends or peer != MPI.ANY_SOURCE):
             raise InvalidArgument(MPI.ERR_RANK, f"rank: expected 0 <= rank < {self._size}, found {peer}")
-        if not 0 <= tag < self._barrier_tag:
+        if not 0 <= tag < self._barrier_tag:  # MPI's largest tag is of the barrier
             raise InvalidArgument(MPI.ERR_TAG, f"tag: expected 0 <= tag < {self._barrier_tag}, found {tag}")
         block = Block(tensors, sends)
         request = (self._comm.Isend if sends else self._comm.Irecv)([block.array.view(np.uint8), MPI.BYTE], peer, tag)

@@ -75,6 +75,7 @@ class Block:
             if len({tensor.dtype for tensor in tensors}) > 1:
                 raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
             if load:
+                # an array does not see PyTorch's lazy conjugation and negation
                 whole = torch.cat([tensor.reshape(-1) for tensor in self._tensors]).resolve_conj().resolve_neg()
             else:
                 whole = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)

@@ -90,6 +90,7 @@ def describe(spec: Any) -> tuple[Any, tuple[Any, ...]]:
         return view_of(spec)
     if not 2 <= len(spec) <= 4 or is_cupy(spec[0]):
         raise TypeError
+    # beside counts only the bytes of an array matter, not its shape
     data, key = (spec[0], (spec[0].dtype,)) if type(spec[0]) is _ndarray else view_of(spec[0])
     if len(spec) == 2:
         return data, (data.nbytes, *key, _part(spec[1]))

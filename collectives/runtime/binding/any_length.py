@@ -51,6 +51,7 @@ def key_of(call: Call, choice: AlgorithmChoice) -> Hashable | None:
         return None
     if not vector and (call.lengths.count(length) < len(call.lengths) or not _divide(call, length)):
         return None
+    # without `function` a reduction lands its operands first, see `LocalWork.lands`
     if (call.combine is not None and call.combine.function is None) or call.nbytes > MOST_BYTES:
         return None
     if not all(buffer.contiguous and not buffer.device for buffer in call.buffers):
@@ -81,7 +82,7 @@ def bind_any_length(
     vector, itemsize, segments = MEANINGS[call.collective].vector, call.unit.itemsize, choice.segments
     wire.lengths_vary, wire.all_short = True, short
     task = call_binding.call_task(_with_unit_chunks(call, choice, size), choice, rank, size, nodes)
-    task = task._replace(itemsize=1)
+    task = task._replace(itemsize=1)  # operands count chunks: `scale.c` has their bytes
     orders = _orders(task.source, task.target)
     if orders is None:
         return None
@@ -153,6 +154,7 @@ def _orders(*places: Mapping[int, MemorySpan]) -> list[list[int]] | None:
         if found[span.memory].setdefault(span.start, chunk) != chunk:
             return None
     orders = [[at[place] for place in sorted(at)] for at in found]
+    # `resize` adds up lengths in this order: a gap would shift all places behind it
     dense = all(sorted(at) == list(range(len(at))) for at in found)
     return orders if dense else None
 
@@ -161,4 +163,5 @@ def _scales(one: Instruction, short: bool) -> bool:
     """True if the operands of an instruction are ranges of chunks, few enough to be sent by their addresses."""
     places = (place for operand in one.operands for place in operand[1:])
     fits = short or one.kind != Kind.SEND or len(one.operands) <= ADDRESSES
+    # a CALL is bound to ranges of fixed bytes
     return fits and one.kind != Kind.CALL and all(place == NOWHERE or place.memory <= SCRATCH for place in places)

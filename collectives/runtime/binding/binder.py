@@ -218,6 +218,7 @@ class _ProgramBinder:
         ]
         work = {id(action.message): action.work for action in actions}
         messages = [*receives, *reductions, *sends]
+        # a receive needs no slot, so that all are posted at once: the window of the sender limits the traffic
         windows = [*map(len, receives), *shape.slots, *(MESSAGE_WINDOW for _ in sends)]
         self._start([message for parts, window in zip(messages, windows) for message in parts[:window]])
         self._emit_local(*meanwhile)

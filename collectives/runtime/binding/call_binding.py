@@ -163,7 +163,7 @@ def buffer_ends(call: Call, device: DeviceMemory | None, relocates: bool = True)
         in_place = rows_in_place(call, buffer) if relocates and device is None else None
         if in_place is not None:
             rows[number] = in_place
-            return ElementArray(np.empty(0, call.unit), buffer.address)
+            return ElementArray(np.empty(0, call.unit), buffer.address)  # found by its rows
         if relocates and needs_packing(buffer):
             host = packing.copy_of(buffer, number, load, store)
         else:

@@ -58,7 +58,7 @@ class ChunkLocations:
                 self.write(written(step))
             if steps:
                 self.copy_unchanged()
-        self._location = dict(task.source)
+        self._location = dict(task.source)  # anew: steps are bound from here on
         self.landing_length = max((shape.landing for shape in self.shapes), default=0)
 
     def unchanged(self) -> list[list[MemorySpan]]:
@@ -131,6 +131,7 @@ class ChunkLocations:
         senders = [step.peer for step in steps if isinstance(step, (Recv, RecvReduce))]
         if slots and senders.count(arrivals[0].peer) == 1 and self.is_segmented(arrivals[0]):
             slots[0] = min(slots[0], LANDING_SLOTS)
+        # chunks without elements have no segments: the default
         room = sum(count * max(parts, default=0) for count, parts in zip(slots, cuts, strict=True))
         return RoundShape(False, slots, room, changing)
 
@@ -176,6 +177,7 @@ class ChunkLocations:
         streams_used = {(step.peer, isinstance(step, Send)) for step in messages}
         changing = [chunk for step in messages if isinstance(step, RecvReduce) for chunk in numbers(step.chunks)]
         leaving = {chunk for step in messages if isinstance(step, Send) for chunk in numbers(step.chunks)}
+        # a segment is reduced while later ones of other messages are still to be sent
         apart = len(set(changing)) == len(changing) and leaving.isdisjoint(changing)
         return apart and len(streams_used) == len(messages)
 

@@ -82,7 +82,7 @@ class LocalWork:
         ordered = [(mine, of, to) if side == "right" else (of, mine, to) for of, mine, to in rows]
         if self.stream is not None:
             return [self.on_stream(kernel.bind(*map(self._array, row))) for row in ordered]
-        if self._reduction == COPY:
+        if self._reduction == COPY:  # the engine has no number for the operation
             ranges = [[(self.place(span), self.piece(span).nbytes) for span in row] for row in ordered]
             return [calling(OnMemories(kernel.bind, each, self._dtype)) for each in ranges]
         operands = [MemoryOperand(self.piece(row[0]).nbytes, *map(self.place, row)) for row in ordered]

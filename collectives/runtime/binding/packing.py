@@ -71,7 +71,7 @@ class Packing:
         self.places[memory] = user
         rows = _known_rows(buffer)
         if rows is None or len(rows.offsets) > MOST_RUNS:
-            at = [(Place(user, 0), 1)]
+            at = [(Place(user, 0), 1)]  # of any length: only the address is used
             if staging.loading:
                 self.first.append(calling(OnMemories(staging.loading_from, at, BYTE)))
             if staging.storing:

@@ -40,7 +40,7 @@ class RoundBuilder:
 
     def _add(self, message: BoundMessage, stream: list[Instruction] | None = None) -> None:
         """Append a message to its stream. A network message gets one of its own, after its start in `stream`."""
-        if message.key is None and id(message) in self._later and stream is None:
+        if message.key is None and id(message) in self._later and stream is None:  # `act` adds it
             return
         if message.key is not None:
             stream = self.streams[message.key]

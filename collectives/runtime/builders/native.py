@@ -125,7 +125,7 @@ def _on_arrays(method: Callable[..., None], call: Call, program: Program) -> Cal
 
     def run(send: Any, recv: Any) -> bool:
         dense = send.flags.forc and recv.flags.forc and recv.flags.writeable
-        if not dense or overlaps(send, recv) or has_deadline():
+        if not dense or overlaps(send, recv) or has_deadline():  # a call that blocks in MPI cannot keep a time limit
             return False
         engine = program.engine
         engine.begin()
@@ -202,7 +202,7 @@ def program(
     memories = [ElementArray(array, MPI.Get_address(array)) for array in (source, target)]
     bound = Program(call_rounds([*first, *middle, *last]), wire, memories=memories)
     bound.waits_in_mpi = form == "blocking"
-    if form == "blocking" and not first and not last and not call.v_form:
+    if form == "blocking" and not first and not last and not call.v_form:  # the arrays are then all that differs
         bound.runs_native = _on_arrays(getattr(comm, method), call, bound)
     return bound
 

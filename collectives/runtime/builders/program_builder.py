@@ -70,7 +70,7 @@ class ProgramBuilder:
         """
         if call.neighbors is not None or call.typed:
             return call, None
-        if self._size == 1:
+        if self._size == 1:  # "native" by name remains a call of the MPI
             return self._alone_on_device(call) if any_algorithm or choice.algorithm != NATIVE else (call, None)
         in_cells = self._transports.fits_cells(channel, call.unit.itemsize) and not needs_counts(call, choice)
         takes_device = (self._transports.aware or in_cells) and choice.algorithm != NATIVE
@@ -149,7 +149,7 @@ class ProgramBuilder:
         exchanges = needs_counts(call, choice)
         wire, nodes = self.wire(call, choice, form, channel, shared and not exchanges, device), self._transports.nodes
         rank, size = self._rank, self._size
-        place = device or (self._scratch if form == BLOCKING else None)
+        place = device or (self._scratch if form == BLOCKING else None)  # non-blocking ones overlap
         bind_known = partial(
             call_binding.bind_call,
             choice=choice,
@@ -173,7 +173,7 @@ class ProgramBuilder:
     ) -> Program | None:
         """Build the program of a call for any length, or any `short` one. None if there is none."""
         among_nodes = self._transports.node is None or self._transports.nodes is not None
-        if among_nodes or self._transports.chunks is not None or self._async_progress:
+        if among_nodes or self._transports.chunks is not None or self._async_progress:  # `deferred` depends on length
             return None
         wire = self.wire(call, choice, form, channel)
         if not isinstance(wire, NodeAwareTransport) or wire.meets_devices:

@@ -259,7 +259,7 @@ class _GpuCall(MeetingSteps):
             self._planned = [abs(version) for version in versions]
         if self._gpu.rank == LEADER:
             for rank, version in enumerate(versions):
-                if version < 0:
+                if version < 0:  # its stream may be busy: it has recorded an event
                     self._device.wait_for(channel.event_of(rank))
             self._device.launch(self._puts, channel.event)
             channel.show_launch()
@@ -284,7 +284,7 @@ class _GpuCall(MeetingSteps):
             for block, (_, count) in rows.items():
                 if block not in holders or holders[block][2] != count:
                     raise different_calls(self._call.collective)
-        if self._gpu.rank != LEADER:
+        if self._gpu.rank != LEADER:  # after the checks, so that all ranks raise
             return []
         sources, targets = ([self._address(record, end) for record in records] for end in ("source", "target"))
         if self._form is not None:

@@ -225,7 +225,7 @@ def _source(declaration: Declaration, form: str) -> str:
         recv = next((name for name in ("recvbuf", "buf") if name in names), None)
         op, root = "op" if "op" in names else "SUM", "root" if "root" in names else "0"
         if "recvcounts" in names:
-            root = "recvcounts"
+            root = "recvcounts"  # without a root, they take its place in the compiled call
         arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
         if form == "blocking":
             calls, cached, ended = "_calls", "_run_cached", "return"

@@ -74,6 +74,7 @@ def agree_on_nodes(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> tuple[in
     try:
         given = None if nodes is None else tuple(index(node) for node in nodes)
     except TypeError:
+        # raised below on all ranks: they wait in the exchange for this one
         given = InvalidType(MPI.ERR_ARG, f"nodes: expected the number of every rank's node, found {nodes!r}")
     by_rank = gather_or_raise(comm, given)
     first = by_rank[0]

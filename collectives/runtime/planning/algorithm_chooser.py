@@ -47,6 +47,7 @@ class AlgorithmChooser:
                 raise InvalidArgument(MPI.ERR_ARG, f"algorithm: expected 'auto' or {NEIGHBORS!r}, found {algorithm!r}")
             return AlgorithmChoice(NEIGHBORS)
         if algorithm == "auto":
+            # the MPI's own collectives are not cut in segments
             may_native = self._native and segments is None and native.refusal(call, form) is None
             traits = CallTraits(
                 call.collective, call.nbytes, call.ordered, call.local_counts, may_native, form, call.v_form, *memory

@@ -227,7 +227,7 @@ def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) 
     elif is_handle(value):
         yield _Check(IS_HANDLE, value, argument, path)
     elif kind in (np.ndarray, _array) and not is_buffer:
-        content = np.frombuffer(value.tobytes(), np.uint8)
+        content = np.frombuffer(value.tobytes(), np.uint8)  # a copy: they may change in the same object
         counts = value if kind is np.ndarray else memoryview(value)
         yield _Check(IS_COUNTS, kind, argument, path, counts=counts, content=content)
     elif is_buffer and not is_constant(value) and value is not MPI.IN_PLACE:

@@ -165,7 +165,7 @@ def _encode(facts: dict[str, Any]) -> np.ndarray:
 
 def _compare(records: list[dict[str, Any]]) -> None:
     for other in records:
-        if "refused" in other:
+        if "refused" in other:  # before a comparison: it lacks most facts
             error_class, text = other["refused"]
             raise InvalidArgument(
                 error_class,

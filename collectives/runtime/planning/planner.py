@@ -105,7 +105,7 @@ class Planner:
         self._compare("blocking", call, choice)
         check_no_overlap(call)
         if needs_counts(call, choice):
-            call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE
+            call, cache_key = self._exchange_counts(call, choice), UNCACHEABLE  # others' counts may change
         call, device = self._builder.on_device(call, choice, any_algorithm=algorithm == "auto")
         if device is None and is_bound_anew(call, choice):
             program = self._builder.bind(call, choice, "blocking")
@@ -151,6 +151,7 @@ class Planner:
                 continue
             if key not in cache.bound:
                 cache.add(key, bound, self._active())
+            # "auto" may choose another algorithm for another size class
             if bound.scale.least <= call.lengths[0] <= bound.scale.most:
                 return key, bound, 1 << class_number(call.nbytes) if algorithm == "auto" else ALL_CLASSES
         own = program_key(call, choice, fixed, device, cache_key.offsets(memories(call))), channel

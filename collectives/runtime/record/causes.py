@@ -80,7 +80,7 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     found: defaultdict[Place, dict[tuple[Any, ...], tuple[int, Any]]] = defaultdict(dict)
     for one in ranks:
         for call in one.calls[-COMPARED:]:
-            if call["form"] != PERSISTENT or call["channel"] >= 0:
+            if call["form"] != PERSISTENT or call["channel"] >= 0:  # their order may differ without an error
                 found[place(call)].setdefault(_facts(call), (one.record.rank, call))
     differing = [tuple(made.values()) for made in found.values() if len(made) > 1]
     if not differing:
@@ -98,7 +98,7 @@ def slowness(rank: int, ranks: Sequence[Calls]) -> str:
             starts[place(call)][one.record.rank] = int(call["started"])
     late = [made[rank] - max(others) for made in starts.values() if (others := _others(made, rank))]
     last = sorted(time for time in late if time > 0)
-    if len(late) < FEW or len(last) < MOST * len(late) or last[len(last) // 2] < SLOW:
+    if len(late) < FEW or len(last) < MOST * len(late) or last[len(last) // 2] < SLOW:  # median: not one long delay
         return ""
     return (
         f", is slow (it came last to {len(last)} of {len(late)} calls, by {format_time(1e-9 * last[len(last) // 2])})"
@@ -120,6 +120,7 @@ def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     for one, call in waiting:
         for other in ranks:
             made = other.has_made(call)
+            # without calls on the channel it may be no member of the communicator, unless it is the peer
             if made is False or (made is None and other.record.rank == call["peer"]):
                 missing[other.record.rank].append((one.record.rank, call))
     found = [text] if (text := different_calls(ranks)) else []

@@ -43,6 +43,7 @@ def condition(record: RankRecord, now: int) -> str:
     else:
         since = calls[-1]["ended"] if len(calls) else record.header["opened"]
         text = f"is in its own code since {format_time(1e-9 * (now - since))}{_after(record)}"
+    # a line seen before is of earlier code
     line = f", at {record.text('line')}" if record.header["line_seen"] > since else ""
     return f"{stopped}{text}{line}{failed}"
 

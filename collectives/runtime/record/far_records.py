@@ -211,6 +211,7 @@ class FarRecords:
             try:
                 found = ask(self._addresses[rank])
             except ConnectionRefusedError:
+                # of a node never reached, a firewall may refuse
                 states[rank] = ProcessState.HAS_ENDED if node in self._reached else ProcessState.IS_SILENT
             except OSError:
                 states[rank] = ProcessState.IS_SILENT

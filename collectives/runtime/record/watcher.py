@@ -81,7 +81,7 @@ def look(label: str, peers: Mapping[int, tuple[int, int]], idle: float) -> None:
         has_died = has_ended(pid) if pid else found is not None and not found.is_alive
         if not (has_left or has_died):
             _left_since.pop(world, None)
-        elif time.monotonic() - _left_since.setdefault(world, time.monotonic()) > SETTLED:
+        elif time.monotonic() - _left_since.setdefault(world, time.monotonic()) > SETTLED:  # its last messages may come
             raise _error(label, rank, found if has_left else None)
     _report_if_due(idle)
 
@@ -123,7 +123,7 @@ def _report_if_due(idle: float) -> None:
     limit = patience()
     due = sum(idle >= limit * times for times in TIMES) if limit else 0
     if due <= _reports:
-        _reports = min(due, _reports)
+        _reports = min(due, _reports)  # after progress, the next long wait is reported again
         return
     _reports = due
     now, ranks = time.monotonic_ns(), _all_known()

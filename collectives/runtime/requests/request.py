@@ -227,7 +227,7 @@ class Request(Operation):
     def _wait(self, may_block: bool = True) -> None:
         with progress_lock:
             self.take_back()
-            if not self.is_done and interrupted() is not None:
+            if not self.is_done and interrupted() is not None:  # that stands still until this frame returns
                 why = f"a signal handler or finalizer has interrupted a step of {interrupted()!r}"
                 raise RanksDisagree(MPI.ERR_PENDING, f"Wait of {self!r}: {why}; Test returns False until it has ended")
         if self.is_done or (len(active_requests) == 1 and self._end_soon()):

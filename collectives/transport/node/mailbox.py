@@ -274,7 +274,7 @@ def open_mailboxes(comm: MPI.Intracomm, placement: NodePlacement, trait: bool, n
     if shared is None:
         traits = gathered(comm, trait | number << 2)
         return Opened(None, all(one & 1 for one in traits), traits[0] >> 2)
-    mine = trait | (placement.crowded or cores_are_shared()) << 1 | number << 2
+    mine = trait | (placement.crowded or cores_are_shared()) << 1 | number << 2  # one exchange for all three
     memory, traits = shared.allocate(comm, places, partial(mailbox_bytes, len(places)), traits=mine)
     shares_cores = any(traits[rank] & 2 for rank in placement.usable)
     if shares_cores:
