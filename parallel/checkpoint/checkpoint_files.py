@@ -180,7 +180,7 @@ def _write(
             problem = error
     for tensor in tensors:
         values = _gather(comm, tensor, mine)
-        if values is not None and writer is not None and problem is None:
+        if values is not None and writer is not None and problem is None:  # after an error it only receives
             try:
                 writer.add(values)
             except OSError as error:
@@ -188,7 +188,7 @@ def _write(
     if writer is None:
         return {}, problem
     try:
-        writer.close(sync=problem is None)
+        writer.close(sync=problem is None)  # after an error the folder is removed: no flush
     except OSError as error:
         problem = problem or error
     return {names[rank]: [writer.size, writer.digest]}, problem
@@ -285,7 +285,7 @@ class Checkpoint:
         for piece in slices:
             if len(piece.array):
                 wanted[piece.name] = ArraySpec(tuple(piece.shape), np.dtype(piece.array.dtype))
-        for others in self._comm.allgather(wanted):
+        for others in self._comm.allgather(wanted):  # a rank may hold nothing of a tensor
             wanted |= others
         differences = []
         for name in sorted(wanted.keys() | self.entries.keys(), key=natural_key):

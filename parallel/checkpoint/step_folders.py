@@ -133,7 +133,7 @@ def expect_place(target: Path, owner: Owner) -> None:
             f"{target.parent} has checkpoints of another run, {others[-1]}{count}; expected a directory without, one "
             "from which this run continues, or overwrite=True"
         )
-    if os.path.lexists(target) and not ours.get(target):
+    if os.path.lexists(target) and not ours.get(target):  # exists() is False for a broken link
         raise FileExistsError(f"{target} exists, and is no checkpoint that can be replaced")
 
 
@@ -165,7 +165,7 @@ def finish_replacements(directory: Path) -> None:
         target = path.with_name(path.name.removesuffix(REPLACEMENT))
         if path != target and _is_ours(path) and origin_of(path) and (_is_ours(target) or not os.path.lexists(target)):
             with _locked(path, without=True) as locked:
-                if locked:
+                if locked:  # else its process is still at work
                     _finish_replacement(path)
 
 
@@ -278,7 +278,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(f"it has no {STATE}, so it is no checkpoint")
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of brackets nested too deep
         raise ValueError(f"{STATE} is damaged: {error}") from error
     if not isinstance(state, dict) or "format" not in state:
         raise ValueError(f"{STATE} is not a checkpoint's")

@@ -158,7 +158,7 @@ def plan(comm: MPI.Intracomm, held: Sequence[TensorSlice]) -> dict[str, list[Pla
             end += part.size
         if end != math.prod(entries[name].shape):
             raise CheckpointError(f"{name}: elements from {end} on are on no rank")
-        writer = load.index(min(load))
+        writer = load.index(min(load))  # the same on all ranks, which have the same table
         load[writer] += entries[name].nbytes
         families[name.partition("/")[0]].append(
             PlannedTensor(name, entries[name], tuple(pieces), writer, frozenset(cuts.get(name, ())))
@@ -173,7 +173,7 @@ def whole_tensors(comm: MPI.Intracomm, slices: Sequence[TensorSlice]) -> dict[st
     found = {}
     for tensor in (tensor for planned in plan(comm, held).values() for tensor in planned):
         values = np.empty(math.prod(tensor.entry.shape), tensor.entry.dtype)
-        for part in tensor.parts:
+        for part in tensor.parts:  # in the plan's order, equal on all ranks: Bcast is collective
             here = values[part.start : part.start + part.size]
             if part.rank == comm.Get_rank():
                 here[...] = to_host(mine[tensor.name, part.start])

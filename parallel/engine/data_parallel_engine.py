@@ -197,7 +197,7 @@ class DataParallelEngine(TrainEngine):
         assignment = self._teams.leaves(assignment)
         self._expect(assignment)
         gradients = self._gradients
-        if self._passes_together and len({*map(len, assignment)}) > 1:
+        if self._passes_together and len({*map(len, assignment)}) > 1:  # else ranks would wait for ever
             found = ", ".join(str(len(one)) for one in assignment)
             raise_shared(ValueError(f"BatchNorm: sync needs as many micro-batches on all ranks; found {found}"), None)
         turns = self._begin_turns(mine, assignment)
@@ -210,7 +210,7 @@ class DataParallelEngine(TrainEngine):
             current = following or self._forward(self._turn(mine, turn, problem), scale)
             problem, following = problem or current.passes.problem, None
             backward = partial(self._backward, current)
-            if self._in_flight == 1 or turn + 1 == turns:
+            if self._in_flight == 1 or turn + 1 == turns:  # no forward to fill its waits
                 backward()
             else:
                 ahead = self._turn(mine, turn + 1, problem)

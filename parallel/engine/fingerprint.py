@@ -226,14 +226,14 @@ def text_of(value: Any, depth: int = 0) -> str:
     False
     """
     if isinstance(value, np.generic):
-        value = value.item()
+        value = value.item()  # else 1.5 and np.float64(1.5) would differ
     if isinstance(value, str):
         return value if depth == 0 else repr(value)
     if value is None or isinstance(value, Number | bytes | Enum | np.dtype):
         return str(value) if isinstance(value, np.dtype) else repr(value)
     if isinstance(value, type | ModuleType):
         return getattr(value, "__qualname__", value.__name__)
-    if depth >= DEPTH:
+    if depth >= DEPTH:  # also the end of a value that contains itself
         return _kind(value)
     return _compound(value, partial(text_of, depth=depth + 1))
 
@@ -246,7 +246,7 @@ def _compound(value: Any, inner: Callable[[Any], str]) -> str:
         return inner(value.described())
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{inner(key)}: {inner(one)}' for key, one in value.items())}}}"
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset):  # its order differs: processes hash strings differently
         return f"{{{', '.join(sorted(map(inner, value)))}}}"
     if isinstance(value, list | tuple):
         text = ", ".join(map(inner, value))

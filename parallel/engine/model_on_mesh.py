@@ -200,7 +200,7 @@ def expert_division(model: Operator, mesh: Mesh, settings: Settings) -> ExpertDi
         raise ValueError(f"expert_shards: {settings.expert_shards} is for models with mixtures of experts; found none")
     if mesh.ep * mesh.etp == 1:
         return None
-    share = mesh.expert_replicas
+    share = mesh.expert_replicas  # 1: experts are divided along tp alone
     holders = holders_of(model, share)
     if mesh.sizes.get(TENSOR.name, 1) > 1 and not any(isinstance(one, GroupShards) for one in operators_in(model)):
         raise ValueError(

@@ -49,6 +49,7 @@ class OperatorRecords:
         operators = [one for unit in units for one in operators_in(unit)]
         ours, writes = buffers_of(operators), any(one.writes_records for one in operators)
         every = comm.allgather((writes, set(ours)))
+        # Usually all have the same: then the values, which may be large, need no message.
         known = [{}] if all(names == set(ours) for _, names in every) else comm.allgather(ours)
         self.buffers = dict(sorted({name: one for some in (*known, ours) for name, one in some.items()}.items()))
         self._exists = bool(self.buffers) or any(some for some, _ in every)
@@ -66,6 +67,7 @@ class OperatorRecords:
         mine = PartRecords.of(runs)
         every = comm.allgather((mine, arrived) if counts else (mine._replace(terms={}, counts={}), {}))
         records = step_records([part for part, _ in every], count)
+        # In the order of micro-batches, whichever ranks had them.
         values = sorted((item for _, some in every for item in some.items()), key=lambda item: item[0])
         for name, buffer in self.buffers.items() if updated else ():
             buffer.end_step([array for (_, _, of), array in values if of == name], records.counts)
@@ -133,7 +135,7 @@ class PartRecords(NamedTuple):
 
 def records_of(reports: Sequence[StepReport]) -> StepRecords:
     """Records of several steps together: terms per target of all, and sums of the others."""
-    count = math.fsum(report.count for report in reports) or 1
+    count = math.fsum(report.count for report in reports) or 1  # steps may have no targets
     terms = _sums({name: value * report.count for name, value in report.terms.items()} for report in reports)
     counts = _sums({name: np.array(numbers) for name, numbers in report.counts.items()} for report in reports)
     return StepRecords(
@@ -151,7 +153,7 @@ def step_records(parts: Sequence[PartRecords], count: float) -> StepRecords:
             terms.setdefault(name, []).extend(values)
     seconds = {f"{name} seconds": sum_ / len(parts) for name, sum_ in _sums(part.seconds for part in parts).items()}
     return StepRecords(
-        {name: math.fsum(values) / (count or 1) for name, values in sorted(terms.items())},
+        {name: math.fsum(values) / (count or 1) for name, values in sorted(terms.items())},  # exact in any order
         {name: numbers.tolist() for name, numbers in sorted(_sums(part.counts for part in parts).items())},
         dict(sorted((_sums(part.traffic for part in parts) | seconds).items())),
     )

@@ -49,13 +49,13 @@ class Option:
     def check(self, value: Any) -> None:
         """Raise ValueError, which begins with the option's name, for a value of a wrong type or out of range."""
         types: Any = TYPES[self.kind]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):  # bool is a subclass of int
             raise ValueError(f"{self.name}: expected {self.kind}, found {value!r}")
         if value is None:
             return
         if self.choices and value not in self.choices:
             raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}; found {value!r}")
-        if self.least is not None and not self.least <= value < math.inf:
+        if self.least is not None and not self.least <= value < math.inf:  # so written that NaN fails
             raise ValueError(f"{self.name}: expected a number from {self.least:g} on, found {value:g}")
         if self.below is not None and value >= self.below:
             limits = f"from {self.least or 0:g} to below {self.below:g}"

@@ -69,7 +69,7 @@ def checked(batches: Iterable[Any], xp: ModuleType, loss: Any, hashes: bool = Fa
                 raise ValueError(f"micro-batch {batch.number} has {lengths}")
         order = sorted(range(len(mine)), key=lambda at: mine[at].number)
         return CheckedBatches([mine[at] for at in order], [counts[at] for at in order], None, content)
-    except BaseException as error:
+    except BaseException as error:  # raised by `begin` on all ranks, which wait there
         return CheckedBatches([], [], error)
 
 
@@ -156,6 +156,7 @@ class StepSync:
             heads = self._rows[self._heads]
             lengths, targets = heads["batches"].tolist(), heads["targets"].tolist()
             assignment = [tuple(range(length)) for length in lengths]
+            # The hashes save an exchange; reproducible training needs the numbers themselves.
             if self._context.plan.reproducible or consistency_check.index_hash(
                 range(sum(lengths))
             ) != consistency_check.combine_hashes(heads["numbers"].tolist()):
@@ -192,7 +193,7 @@ class StepSync:
             numbers = ", ".join(map(str, dict.fromkeys(odd)))
             problem = FloatingPointError(f"the loss of micro-batch {numbers} is not a finite number in step {step}")
         with self._context.recorder("communication", "losses"):
-            if self._context.plan.reproducible:
+            if self._context.plan.reproducible:  # all terms: sums of ranks would be rounded
                 gathered = self._comm.allgather((problem is not None, losses))
                 total, failed = math.fsum(loss for _, some in gathered for _, loss in some), any(f for f, _ in gathered)
             else:

@@ -39,7 +39,7 @@ class AutogradFunction(TapedOperator):
             given = dict(zip(floats, values[: len(floats)]))
             here = dict(weights) | dict(zip(names, values[len(floats) :]))
             y = self.function(*(given.get(at, one) for at, one in enumerate(inputs)), **here)
-            return traced_tuple(y) if type(y) is tuple else y
+            return traced_tuple(y) if type(y) is tuple else y  # a plain one would be a constant
 
         vjp, y = make_vjp(call, (*(inputs[at] for at in floats), *(weights[name] for name in names)))
         return y, (vjp, floats, names, type(x) is tuple, len(inputs))

@@ -95,7 +95,7 @@ class ExpertLayers:
                 target[attribute] = convert(value)
             except ValueError as error:
                 raise ValueError(f"experts: expected another value than in {word!r}") from error
-        if not {"balance_loss", "bias_rate"} & given.keys():
+        if not {"balance_loss", "bias_rate"} & given.keys():  # unbalanced routers tend to few experts
             given["balance_loss"] = 0.01
         return cls(**values, router=RouterSettings(**given))
 

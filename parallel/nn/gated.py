@@ -75,6 +75,7 @@ def gated_transformer(
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(whole_number("layers", layers), 1)))
 
     def linear(inputs: int, outputs: int, rows: Features, columns: Features) -> Linear:
+        # Results that are added to the residual stream start smaller, as in `transformer`.
         made = Linear(inputs, outputs, bias=False, init=init_out if columns == residual else init)
         made.rows, made.columns = rows, columns
         return made

@@ -77,7 +77,7 @@ def _scores(model: Operator, known: Sequence[int], cached: bool) -> Iterator[Arr
     start, past = 0, Past()
     while True:
         if limits and len(known) - start > min(limits):
-            start, past = len(known) - max(min(limits) // 2, 1), Past()
+            start, past = len(known) - max(min(limits) // 2, 1), Past()  # half: free positions for the next
         x = np.array([known[start + past.length :]])
         run = PassMode(training=False, samples=np.zeros(1, np.int64), past=past if cached else None)
         scores, _ = forward_of(model, x, run)

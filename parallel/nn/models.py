@@ -115,6 +115,7 @@ def transformer(
     dense = [number for number in range(1, layers + 1) if experts is None or number % experts.every]
     for number, kind in enumerate(recompute_kinds(recompute, layers), 1):
         attention = [LayerNorm(width), *self_attention(width, heads, init=init, init_out=init_out).items]
+        # Probabilities grow with the square of the length, and are quickly computed again.
         attention[2] = Recompute(attention[2]) if kind == "selective" else attention[2]
         forward: list[Operator] = [LayerNorm(width)]
         if experts is None or number in dense:
@@ -221,7 +222,7 @@ def build(
     if family not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, found {family!r}")
     dimensions, axes = MODELS[family]
-    if (size := size if separator else "small") not in dimensions:
+    if (size := size if separator else "small") not in dimensions:  # "mlp:" has an empty size, no default
         raise ValueError(f"model {family}: expected a size of {', '.join(dimensions)}, found {size!r}")
     if experts is not None and family != "gpt-moe":
         raise ValueError(f"experts: expected the model gpt-moe, found {name}")

@@ -360,7 +360,7 @@ def arrays_of(saved: Any) -> dict[int, Any]:
     if isinstance(saved, list | tuple):
         return {key: value for item in saved for key, value in arrays_of(item).items()}
     if hasattr(saved, "nbytes") and hasattr(saved, "dtype"):
-        while isinstance(getattr(saved, "base", None), type(saved)):
+        while isinstance(getattr(saved, "base", None), type(saved)):  # the last base may be a buffer, no array
             saved = saved.base
         return {id(saved): saved}
     return {}

@@ -178,7 +178,7 @@ class Router(Operator):
             logits += noise * kernels.softplus(tokens @ kernels.widen(self.noise.data))
         scores = kernels.softmax(logits) if self.settings.scores == "softmax" else kernels.sigmoid(logits)
         s, biased = self.settings, scores
-        if self.bias is not None:
+        if self.bias is not None:  # for the choice alone: weights are of the unbiased scores
             biased = scores + kernels.array_namespace(x).asarray(self.bias.values)
         chosen = best_in_groups(biased, s.choices, s.groups, s.chosen_groups)
         kept = self._kept(chosen, scores)

@@ -27,7 +27,7 @@ def trial_outline(operator: Operator, x: ArraySpec) -> OperatorOutline:
     parts = tuple(np.zeros(one.shape, one.dtype) for one in parts_of(x))
     given, first = parts if type(x) is tuple else parts[0], parts[0].shape
     run = PassMode(samples=np.arange(first[0] if first else 0))
-    with _zeros(operator.parameters()), np.errstate(all="ignore"):
+    with _zeros(operator.parameters()), np.errstate(all="ignore"):  # 0 / 0 is no mistake here
         try:
             y, saved = forward_of(operator, given, run)
         except Exception as error:

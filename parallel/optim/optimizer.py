@@ -256,7 +256,7 @@ class Optimizer(metaclass=TorchNames):
                 yield from ((part, some, tuning.trains) for part in portions(one.start, one.stop, step))
             return
         updated = [some if tuning.trains else None for (tuning, _), some in zip(runs, scalars, strict=True)]
-        together = RunScalars(updated, self._numbers(piece))
+        together = RunScalars(updated, self._numbers(piece))  # one launch for all: each has a fixed cost
         for part in portions(0, piece.span.size, step if self.spare_rows else piece.span.size):
             yield part, together.of_blocks(part), True
 

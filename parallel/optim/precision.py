@@ -111,7 +111,7 @@ class LossScale:
         if set(expect_mapping(state, "loss scale")) != set(kinds):
             raise ValueError(f"state: expected {', '.join(sorted(kinds))}, found {', '.join(sorted(state))}")
         for name, value in state.items():
-            if not isinstance(value, kinds[name]) or isinstance(value, bool):
+            if not isinstance(value, kinds[name]) or isinstance(value, bool):  # bool is a subclass of int
                 raise ValueError(f"{name}: expected a number, found {value!r}")
         found = LossScale(**state)
         if (found.ceiling > found.floor) == (self.ceiling > self.floor):

@@ -174,7 +174,7 @@ class AsynchronousPipeline(Pipeline):
             elif count := max((targets(some[number]) for some in updates.values()), default=0):
                 self._optimizer.update(self._sharded.pieces, before + number, 1 / count, self._gather, clock)
                 self._sharded.publish()
-            if intact and not finite:
+            if intact and not finite:  # only now: the replicas wait for this rank in _agreed
                 raise FloatingPointError(f"the gradient of update {number} is not finite")
 
         work = WeightStashing(

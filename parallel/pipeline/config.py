@@ -72,7 +72,7 @@ def _layer(
             found["loss"] = loss.forward(found["y"], y)[1]
 
     def backward() -> None:
-        later.clear()
+        later.clear()  # _shortest calls it several times
         ones = tuple(xp.ones_like(one) if is_float(one) else None for one in parts_of(found["y"]))
         dy = loss.backward(1.0, found["loss"]) if loss else ones if type(found["y"]) is tuple else ones[0]
         unit.backward(dy, found["saved"], lambda parameter, compute: later.append((parameter, compute)))

@@ -95,7 +95,7 @@ def divide(
                     unit_of[id(value)] = number
     for parameter, _ in flat.places:
         of_parts = uses[id(parameter)]
-        if reproducible and len(of_parts) > 1 and of_parts.total() > 2:
+        if reproducible and len(of_parts) > 1 and of_parts.total() > 2:  # a + b has the bits of b + a
             raise ValueError(
                 f"reproducible: {parameter.name} is used {of_parts.total()} times, in parts {sorted(of_parts)} of the "
                 "model; in one order for any layout there can be two"

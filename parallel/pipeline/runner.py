@@ -95,6 +95,7 @@ def _bind_action(plan: PipelinePlan, action: Action, label: str) -> BoundAction:
         receiver = peer if action.kind in SENDS else here
         part = placement.part[receiver] - 1 if kind == "F" else placement.part[receiver]
         key = kind, action.chunk if action.kind in SENDS else receiver.chunk, action.microbatch
+        # The tag is of the receiver's chunk, which both ends know.
         return BoundAction(action, label, key, peer.stage, 2 * receiver.chunk + (kind == "B"), part)
     kind = "F" if action.kind == "F" else "B"
     following = plan.target(action) if action.kind in COMPUTED else None
@@ -225,7 +226,7 @@ class ActivationMessage:
     def __init__(self, specs: Any, is_gradient: bool):
         self._specs, places, length = specs, list[int | None](), 0
         for spec in parts_of(specs):
-            is_there = is_float(spec) or not is_gradient or type(specs) is not tuple
+            is_there = is_float(spec) or not is_gradient or type(specs) is not tuple  # integers have no gradient
             places.append(length if is_there else None)
             length += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT if is_there and type(specs) is tuple else 0
         self._places = places

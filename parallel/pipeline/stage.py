@@ -222,7 +222,7 @@ class StageEvaluator:
         pass_ = empty_pass() if self.problem else MicrobatchPass(x, y, one.run, one.model.loss)
         units = one.units
         for number in chunk.units:
-            chunk.unshard()
+            chunk.unshard()  # collective: also after an error
             pass_.forward(units, number)
             chunk.reshard()
             if not keep:

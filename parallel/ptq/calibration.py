@@ -126,7 +126,7 @@ def calibrate(
 
     run_batches(watch(model, names, add), batches, comm)
     total = {name: moments.allreduce(comm) for name, moments in own.items()}
-    if empty := [name for name, moments in total.items() if not moments.rows]:
+    if empty := [name for name, moments in total.items() if not moments.rows]:  # totals are equal: all raise
         raise ValueError(f"no sample has come to {', '.join(empty)}: there is nothing to calibrate with")
     if few := [f"{name} ({one.rows} for {one.live})" for name, one in total.items() if one.rows < one.live]:
         text = "calibration: expected at least as many rows of samples as inputs; rounding to nearest may be better for"

@@ -88,6 +88,7 @@ def compare(
     def after(operator: Operator, x: Array, y: Array) -> None:
         sums[place[users[operator.name]], 2] += _square(y - exact[operator.name])
 
+    # A quantised router may choose other tokens: the rows of `routed` do not correspond.
     first, second = watch(model, set(users), before), watch(made, set(users) - routed, after)
     collective_call(comm, lambda: [(forward(first, batch), forward(second, batch)) for batch in batches], UNFIT)
     sums[[place[users[name]] for name in routed], 2] = math.nan

@@ -103,7 +103,7 @@ def _load_weights(comm: Any, found: Checkpoint, model: Sequential, steps: int, e
         load_buffers(model, {within_family(name): found.tensor(name) for name in found.entries if _is_buffer(name)})
         for name, parameter in parameters.items():
             parameter.data = found.tensor(name).astype(np.float32)
-        prune(model, complete({}, settings_in(found)), steps, found.step)
+        prune(model, complete({}, settings_in(found)), steps, found.step)  # checkpoints keep pruned weights' values
         expect_finite(model)
 
     collective_call(comm, read, f"{found.path} cannot be used")

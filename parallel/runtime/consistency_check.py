@@ -63,7 +63,7 @@ def raise_difference(
     """
     every = [dict(mine) for mine in comm.allgather([(name, str(value)) for name, value in facts])]
     for team in teams:
-        for name in dict.fromkeys(name for rank in team for name in every[rank]):
+        for name in dict.fromkeys(name for rank in team for name in every[rank]):  # ordered: one error on all ranks
             owners: dict[str, list[int]] = {}
             for rank in team:
                 owners.setdefault(every[rank].get(name, "absent"), []).append(rank)
@@ -150,7 +150,7 @@ def compare_parameters(
     The message names the first. Ranks have their numbers in `whole`, by default in `comm` itself.
     """
     digests = {one.parameter.label: array_digest(one.parameter.data) for one in places}
-    if len(set(comm.allgather(digest(repr([*digests.values()]).encode())))) == 1:
+    if len(set(comm.allgather(digest(repr([*digests.values()]).encode())))) == 1:  # one number a rank usually suffices
         return
     every = comm.allgather(digests)
     for name in dict.fromkeys(name for some in every for name in some):

@@ -70,7 +70,7 @@ class Mesh:
             if not int(size):
                 raise ValueError(f"mesh: expected at least one rank along {name}, found {text}")
             sizes[name] = int(size)
-        ep, etp = sizes.pop(EXPERTS.name, 1), sizes.pop(EXPERT_TENSOR.name, 1)
+        ep, etp = sizes.pop(EXPERTS.name, 1), sizes.pop(EXPERT_TENSOR.name, 1)  # folded over the axes, none themselves
         return cls(sizes or {REPLICAS.name: 1}, ep, etp)
 
     @property

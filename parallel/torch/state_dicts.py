@@ -198,7 +198,7 @@ def _plain_entries(model: Operator) -> list[Entry]:
             theirs = f"{path}.{theirs}".lstrip(".")
             transposed = isinstance(operator, Linear) and name == "weight"
             known = found.setdefault(id(value), Entry(value.name, (theirs,), transposed))
-            if theirs not in (*known.theirs, *known.aliases):
+            if theirs not in (*known.theirs, *known.aliases):  # PyTorch's states have a tied tensor under each name
                 found[id(value)] = known._replace(aliases=(*known.aliases, theirs))
         for alias, first in operator.aliases.items() if isinstance(operator, TorchModule) else ():
             value = (operator.weights | operator.buffers)[first]

@@ -88,7 +88,7 @@ class TorchModule(TapedOperator):
             for one in inputs:
                 one.requires_grad = run.training and one.is_floating_point() and not self.first
             outputs = self.module(*inputs)
-        if any(one._version for one in inputs):
+        if any(one._version for one in inputs):  # on the memory of x, which other operators may have saved
             raise ValueError(f"{self.subject}: expected a module that leaves its input unchanged, found one in place")
         results = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
         if not results or not all(isinstance(one, torch.Tensor) for one in results):

@@ -258,7 +258,7 @@ class Engine:
             self._strategy.check_batch(sized(settings, data), self._comm.Get_size())
         sampler = self._strategy.sampler(settings, data, self._workers, shuffle=shuffle)
         if self._pool is not None:
-            pool = self._pool
+            pool = self._pool  # a draw calls MPI, which the thread of `prefetch` must not
             return (step.batches(data, pool.draw(len(step.parts))) for step in sampler.steps(epoch))  # type: ignore
         return prefetch(batches_of(self._strategy, self.inner, step, data) for step in sampler.steps(epoch))
 

@@ -127,7 +127,7 @@ def load_state_dict(engine: TrainableEngine, comm: MPI.Intracomm, state: Mapping
 
     Collective.
     """
-    engine.quiesce()
+    engine.quiesce()  # asynchronous ranks may be in different steps
     shapes = _shapes(engine) | {name: buffer.values.shape for name, buffer in engine.buffers.items()}
     given = collective_call(comm, lambda: _fitting(shapes, state, strict), "state")
     check_equal(comm, [(f"state of {name}", array_text(values)) for name, values in sorted(given.items())])

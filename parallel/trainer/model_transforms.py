@@ -46,6 +46,7 @@ def transformed(model: Sequential, settings: Settings, steps: int) -> Sequential
         functions = weights.get(id(operator.weight), ())  # type: ignore[attr-defined]
         made = operator if products is None else with_products(operator, products)
         made = TransformedWeight(made, functions, kind.transposed) if functions else made
+        # Only inputs of products are quantised: those of an embedding may be numbers of tokens.
         return made if inputs is None or kind.product is None else _with_input(made, inputs)
 
     return cast(Sequential, rebuilt(model, change))
@@ -76,7 +77,7 @@ def _weight_functions(model: Sequential, settings: Settings, steps: int) -> dict
     """Functions of each weight, by the id of the parameter."""
     pruning, layers = pruning_of(settings, steps), layers_of(model)
     prunable = [layer for layer in layers if all(getattr(kind_of(user), "product", None) for user in layer.users)]
-    prunable = prunable[:-1] if settings.prune_pattern == "rows" else prunable
+    prunable = prunable[:-1] if settings.prune_pattern == "rows" else prunable  # the last rows are results
     found: dict[int, list[WeightFunction]] = {}
     if pruning is not None:
         pruned: WeightFunction = pruning.values

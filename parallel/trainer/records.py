@@ -62,7 +62,7 @@ def combine_evaluations(found: Sequence[Evaluation]) -> Evaluation:
     Evaluation(loss=2.0, measure=0.6666666666666666, count=3)
     """
     some = [one for one in found if one.count]
-    if len(some) <= 1:
+    if len(some) <= 1:  # unchanged: a product and a quotient would round
         return (some or found)[0]
     count = sum(one.count for one in some)
     loss = math.fsum(one.loss * one.count for one in some) / count

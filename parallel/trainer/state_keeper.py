@@ -173,7 +173,7 @@ class StateKeeper:
     def _moved(self, held: list[dict[int, str]]) -> StateSegment:
         """Segment of this rank's state on this node, from another node if need be. `held` has names by node, rank."""
         comm, nodes, here = self._comm, self._nodes, self._nodes.node_of(self._nodes.rank)
-        for rank in range(comm.Get_size()):
+        for rank in range(comm.Get_size()):  # one order on all ranks: no cycle of waiting ranks
             if rank in held[nodes.node_of(rank)]:
                 continue
             sender = next(nodes.ranks[number][0] for number, names in enumerate(held) if rank in names)

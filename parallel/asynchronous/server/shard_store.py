@@ -182,7 +182,7 @@ class SyncStore(ShardStore):
                 self.updates += 1
         for number, numbers in self._numbers.items():
             numbers.clear()
-            if number in self._totals:
+            if number in self._totals:  # also without an update: the next step needs the memory
                 self._pools[number].give(self._totals[number])
         self._totals, self._counts = {}, {}
         self.applied += 1

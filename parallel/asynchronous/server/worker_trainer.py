@@ -123,6 +123,7 @@ class WorkerTrainer:
         if context.has_chains:
             self._mail = RetryQueue(bus, context.servers, settings.replicas, context.storage, context.wide)
         synchronous = context.rule.synchronous
+        # The second receives prefetched weights, while those of the first are in use.
         vectors = [memory.private("parameters", length, context.storage) for _ in range(1 if synchronous else 2)]
         self.client = WorkerClient(self._mail, context.rule, context.keys, context.servers, vectors)
         gradient = memory.private("gradients", length, context.wide)

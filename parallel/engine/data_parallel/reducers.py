@@ -165,7 +165,7 @@ class CanonicalReducer(PlainReducer):
             self._arriving = self._context.memory.private("buffers", length, self._context.wide)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
         calls, at = [], 0
-        for turn in range(max(map(len, self._nodes))):
+        for turn in range(max(map(len, self._nodes))):  # as often on each rank: an all-to-all is collective
             mine = self._nodes[self._context.plan.rank]
             here = turn < len(mine)
             node = self._counter.sums[mine[turn]] if here else self.vector
@@ -248,7 +248,7 @@ class ShardedCanonicalReducer(ShardedPlainReducer):
         if here:
             self.bucket.complete(gaps=True)
         starts = [part.start - self.bucket.span.start for part in self.bucket.parts]
-        sent = self.bucket.counts if here else [0] * len(leaves)
+        sent = self.bucket.counts if here else [0] * len(leaves)  # else nothing: all ranks take part
         counts = [0 if leaf is None else size for leaf in leaves]
         places = list(accumulate(counts[:-1], initial=0))
         self._comm.Alltoallv([self._memory, sent, starts, None], [self._arriving, counts, places, None])

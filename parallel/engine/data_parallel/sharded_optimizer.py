@@ -121,7 +121,7 @@ class ShardedOptimizer:
             here = slice(at, at + span.size)
             at += span.size
             weights = stored if master is None else master[here]
-            first = weights if memory.xp is np else np.empty(span.size, wide)
+            first = weights if memory.xp is np else np.empty(span.size, wide)  # initialisers write NumPy arrays
             flat.initialise(first, seed, span)
             if first is not weights:
                 weights[...] = memory.xp.asarray(first)

@@ -61,7 +61,7 @@ class Zero2:
         context.memory.reserve([*sizes, *weights], dtypes)
         memory = [context.memory.shared("gradients", size, context.wide) for size in sizes]
         scratch = context.memory.private("buffers", context.plan.scratch(adds=False), context.wide)
-        parts = context.plan.ranks if context.plan.reproducible else 1
+        parts = context.plan.ranks if context.plan.reproducible else 1  # the tree needs every rank's gradient
         longest = parts * max((bucket.own.size for bucket in self.buckets), default=0)
         arriving = context.memory.private("buffers", longest, context.wide)
         make = ShardedCanonicalReducer if context.plan.reproducible else ShardedPlainReducer

@@ -125,7 +125,7 @@ def parse(text: str) -> CompressorFactory:
     try:
         number = float(argument) if colon else entry.default
     except ValueError:
-        number = np.nan
+        number = np.nan  # for the error below
     if not (np.isfinite(number) and entry.is_valid(number)):
         raise ValueError(f"compress: {name} takes {entry.expected}; found {argument!r}")
     return CompressorFactory(partial(entry.make, number), entry.feedback)

@@ -85,7 +85,7 @@ class PowerSGD:
             rows = place.parameter.shape[0] if place.parameter.shape else 1
             columns = place.size // rows if rows else 0
             start = place.span.start - bucket.span.start
-            if rank * (rows + columns) < place.size:
+            if rank * (rows + columns) < place.size:  # else the factors are no smaller
                 shapes.append((place.parameter.label, start, rows, columns))
             else:
                 self._uncompressed.append((slice(start, start + place.size), slice(at, at + place.size)))
@@ -97,7 +97,7 @@ class PowerSGD:
         for name, start, rows, columns in shapes:
             p = self._lefts[at : at + rows * rank].reshape(rows, rank)
             q = self._rights[right : right + columns * rank].reshape(columns, rank)
-            key = key_of(seed, 0, f"powersgd/{name}")
+            key = key_of(seed, 0, f"powersgd/{name}")  # equal on all ranks: products with q are summed
             random = np.random.Generator(np.random.Philox(key=key))
             q[...] = xp.asarray(random.standard_normal(q.shape, np.float32))
             self._matrices.append(_Matrix(name, start, rows, columns, p, q))

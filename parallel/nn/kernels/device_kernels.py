@@ -157,6 +157,7 @@ def sum_rows(x: Array, out: Array | None = None) -> Array:
     """Sum over the first axis, wide: of chunks of rows, then of chunks of these, until one is left."""
     dtype, shape = wide(x.dtype), x.shape[1:]
     columns = x.size // len(x) if len(x) else 0
+    # A grid has at most 65535 blocks along its second axis.
     if not (columns and _dense(x.dtype, x) and len(x) <= device_source.CHUNK * 65535):
         return reference_kernels.sum_rows(x, out=out)
     is_written = out is not None and out.shape == shape and _dense(dtype, out)
@@ -203,7 +204,7 @@ def layer_norm_backward(
         return reference_kernels.layer_norm_backward(dy, x, gain, mean, rstd)
     (rows, columns), parts = x.shape, len(statistics)
     width, dx = _width(x.dtype, columns, dy, x, gain), _empty(x.shape, x.dtype)
-    shared = (statistics[0], rstd)
+    shared = (statistics[0], rstd)  # RMSNorm: rstd in the place of means, which are not read
     _over_rows("layer_norm_dx", x.dtype, width, rows, dy, x, gain, *shared, dx, rows, columns // width, parts - 1)
     sums, total = (_empty((count, parts * columns), rstd.dtype) for count in (chunks, 1))
     blocks = -(-columns // (32 * width)), chunks

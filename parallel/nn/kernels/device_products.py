@@ -77,6 +77,7 @@ def _by_rows(x: Array) -> Operand | None:
         return Operand(x, False, columns, rows * columns)
     *outer, down, right = (stride // x.itemsize for stride in x.strides)
     stride = _stride(x.shape[:-2], outer)
+    # The stride of an axis with one element is arbitrary.
     if stride is None or not (right == 1 or columns == 1) or not (down >= columns or rows == 1):
         return None
     return Operand(x, False, columns if rows == 1 else down, stride)

@@ -35,7 +35,7 @@ def _elementwise(compute: Callable[..., Array]) -> Callable[..., Array]:
         if out is None:
             out = xp.empty(arrays[0].shape, arrays[0].dtype)
         every = (out, *arrays)
-        if xp is np and all(array.flags.c_contiguous for array in every):
+        if xp is np and all(array.flags.c_contiguous for array in every):  # else reshape copies, and `out` stays as is
             every = tuple(array.reshape(-1) for array in every)
             runs = [tuple(array[first : first + RUN] for array in every) for first in range(0, out.size, RUN)]
         else:

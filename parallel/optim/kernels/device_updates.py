@@ -109,7 +109,7 @@ def _fold(dtype: np.dtype[Any], count: int, squared: bool) -> Callable[..., Any]
     terms = range(count)
     lines = [f"double t{term} = x{term};" for term in terms]
     lines += [f"t{term} *= t{term};" for term in terms] if squared else []
-    while count > 1:
+    while count > 1:  # the reference's order, and so its bits
         count //= 2
         lines += [f"t{term} += t{count + term};" for term in range(count)]
     takes = ", ".join(f"{dtype.name} x{term}" for term in terms)

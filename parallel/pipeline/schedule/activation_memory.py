@@ -46,6 +46,6 @@ def versions(plan: PipelinePlan) -> tuple[int, ...]:
                 newest = half.microbatch + 1
             elif half.kind in ("F", "W"):
                 used[version[half.microbatch]] += 1 if half.kind == "F" else -1
-            most = max(most, len({newest, *(+used)}))
+            most = max(most, len({newest, *(+used)}))  # + drops versions with a count of 0
         result.append(most)
     return tuple(result)

@@ -20,7 +20,7 @@ def misplaced_actions(plan: PipelinePlan) -> Iterator[str]:
                 yield f"{action} is in the line of stage {stage}, which has {plan.placement.chunks} chunks"
             elif action.kind != "U" and action.place not in plan.placement.route(action.microbatch):
                 yield f"{action}: not on the route of the micro-batch"
-            elif action.kind != "U" and action.microbatch >= plan.microbatches:
+            elif action.kind != "U" and action.microbatch >= plan.microbatches:  # a U has the number of an update
                 yield f"{action}: expected one of {plan.microbatches} micro-batches"
             elif action.kind in SENDS + RECEIVES and not _has_peer(action, plan):
                 yield f"{action}: no other stage to exchange with"
@@ -55,9 +55,9 @@ def overtaking_messages(plan: PipelinePlan) -> Iterator[str]:
             elif action.kind in RECEIVES:
                 received[action.kind[1], plan.peer(action), action.place].append(action.microbatch)
     for (kind, source, place), numbers in sent.items():
-        others = received[kind, source, place]
+        others = received[kind, source, place]  # MPI matches messages of one tag in the order of sends
         late = next((at for at, (one, other) in enumerate(zip(numbers, others)) if one != other), None)
-        if late is not None and sorted(numbers) == sorted(others):
+        if late is not None and sorted(numbers) == sorted(others):  # lost messages are of other checks
             expected = Action(place.stage, "RF" if kind == "F" else "RB", numbers[late], place.chunk)
             yield f"{expected} is sent before {expected._replace(microbatch=others[late])} but received after it"
 
@@ -80,5 +80,6 @@ def invalid_versions(plan: PipelinePlan) -> Iterator[str]:
                     yield f"{action}: the next update is number {updates[action.chunk]}"
                 updates[action.chunk] += 1
             elif action.kind == "F" and plan.versions[stage][action.microbatch] > updates[action.chunk]:
+                # Older versions are stashed: only one that is still to come is an error.
                 version = plan.versions[stage][action.microbatch]
                 yield f"{action} uses version {version}, after {updates[action.chunk]} updates"

@@ -92,7 +92,7 @@ def build(
         options["ranks"], placement = ranks, replicated(ranks)
     version = partial(entry.version, ranks=ranks) if entry.version and ranks else entry.version
     actions = tuple(tuple(entry.actions(stage, stages, microbatches, **options)) for stage in range(stages))
-    versions = None
+    versions = None  # with a flush there are no updates within a step
     if version is not None:
         versions = tuple(
             tuple(version(stage, stages, number, microbatches) for number in range(steps * microbatches))
@@ -133,7 +133,7 @@ def truncate(plan: PipelinePlan, microbatches: int) -> PipelinePlan:
         number
         for line in plan.actions
         for number, gradients in gradients_by_update(line).items()
-        if any(action.microbatch < microbatches for action in gradients)
+        if any(action.microbatch < microbatches for action in gradients)  # of any stage: replicas update together
     }
     lines = [
         [action for action in line if action.microbatch in (updates if action.kind == "U" else range(microbatches))]

@@ -147,7 +147,7 @@ def with_updates(line: Iterable[Action], stage: int, microbatches: int, each: in
         if action.kind == "BW":
             yield from (U(stage, number) for number in range(done, update_after[action.microbatch]))
             done = update_after[action.microbatch]
-    yield from (U(stage, number) for number in range(done, last))
+    yield from (U(stage, number) for number in range(done, last))  # collective over replicas
 
 
 def pipedream(stage: int, stages: int, microbatches: int, steps: int, ranks: Sequence[int] | None = None) -> Actions:
@@ -275,7 +275,7 @@ def dualpipe(stage: int, stages: int, microbatches: int) -> Actions:
     for turn, action in enumerate(take_turns(outer + 1, BW_far, BW_near)):
         first, *rest = [action] if turn <= outer else halves(action)
         yield first
-        delayed.extend(rest)
+        delayed.extend(rest)  # weights' halves: no stage waits for them
     for action in take_turns(inner, BW_near):
         input_gradient, weights = halves(action)
         if delayed:

@@ -166,7 +166,7 @@ class _Simulation:
                 if source is not None and source.stage == action.stage:
                     return [*own, action._replace(kind=direction, chunk=source.chunk)]
                 return [*own, *received(action, self._plan)]
-        return []
+        return []  # a receive starts without its message
 
     def _do(self, action: Action, needs: list[Action]) -> Sequence[Action]:
         """Execute an action in simulated time. Returns what it completes: its halves, or a receive, if any."""

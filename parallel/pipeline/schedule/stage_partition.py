@@ -69,7 +69,7 @@ def partition(
 
     def square(part: int, start: int, stop: int) -> Number | None:
         own = seconds(part, start, stop)
-        return None if own is None or own > slowest else own * own
+        return None if own is None or own > slowest else own * own  # squares alone may prefer a slower part
 
     cuts = _best(len(layers), parts, square, operator.add)
     assert cuts is not None

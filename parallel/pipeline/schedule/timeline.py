@@ -26,7 +26,7 @@ def table(timeline: Timeline, width: int = 0) -> str:
     moments = [Fraction(moment) for line in timeline.computed for event in line for moment in (event.start, event.end)]
     unit = Fraction(math.gcd(*(m.numerator for m in moments)) or 1, math.lcm(*(m.denominator for m in moments)))
     columns = math.ceil(Fraction(timeline.makespan) / unit)
-    if columns > MOST:
+    if columns > MOST:  # the common unit of floats may be a tiny power of two
         raise ValueError(f"timeline: expected times with a common unit, found {columns} columns")
     rows = [_cells(line, unit, columns) for line in timeline.computed]
     cell = max((len(text) for row in rows for text in row), default=1)

@@ -137,7 +137,7 @@ def _combined(
     for place in range(max(map(len, mine.values()), default=0)):
         pairs = [(terms[place], chunk) for chunk, terms in mine.items() if place < len(terms)]
         source, target = (scattered(some) for some in zip(*pairs))
-        yield (Reduce(source, target, "right") if place else Copy(source, target),)
+        yield (Reduce(source, target, "right") if place else Copy(source, target),)  # nothing is there to add to yet
 
 
 def _steps(messages: dict[tuple[int, int], list[int]], rank: int, count: int) -> tuple[Step, ...]:

@@ -171,6 +171,7 @@ class ExpertRanks(ExpertGroup):
             for every in (arrived, results)
         )
         sources = list(range(len(rows)))
+        # By source, products have the rows of one rank alone, and so its bits.
         for batch, some in enumerate([[one] for one in sources] if self.by_source else [sources]):
             for expert in order:
                 parts = [rows[one][expert] for one in some]

@@ -74,7 +74,7 @@ class TokensByNode(NamedTuple):
         wanted[where, tokens] = True
         unique = [np.flatnonzero(some) for some in wanted]
         copies = [(np.cumsum(some) - 1)[tokens[one]] for some, one in zip(wanted, by_node)]
-        ascending = np.argsort(relay)
+        ascending = np.argsort(relay)  # messages lie in the order of ranks, not of nodes
         return cls(
             np.concatenate([unique[node] for node in ascending]),
             np.array([len(some) for some in unique]),

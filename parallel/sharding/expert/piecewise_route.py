@@ -93,6 +93,7 @@ class PiecewiseRoute:
         plans = [TokensByNode.of(piece, of_expert, relay) for piece in pieces]
         every = counts_of_all(axis, np.concatenate([plan.numbers for plan in plans]).tolist())
         numbers = np.split(every, len(plans), axis=1)
+        # Of all ranks' counts, so that all decide alike.
         if not code and sum(int(some[:, -len(of_expert) :].sum()) for some in numbers) < axis.size * LEAST:
             self._places, pieces, numbers = [np.arange(len(tokens))], [chosen], [numbers[0] + numbers[1]]
             plans = [TokensByNode.of(chosen, of_expert, relay)]

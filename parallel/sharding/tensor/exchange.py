@@ -86,7 +86,7 @@ def allreduce_among(axis: Any, terms: Sequence[Array], holders: Sequence[range])
     holder adds up one part, by the binary tree over the ranks of the axis, and sends it to the others. Cost of an
     array of n bytes on r ranks: 2(r-1)/r n beta + (r-1)/r n gamma.
     """
-    if all(len(ranks) == 1 for ranks in holders):
+    if all(len(ranks) == 1 for ranks in holders):  # then no other rank expects a message
         return [widen(term) for term in terms]
     copies = [_SharedTerm(axis, term, ranks) for term, ranks in zip(terms, holders)]
     _swap(axis.comm, [message for copy in copies for message in copy.terms()])

@@ -94,7 +94,7 @@ class GroupedShards(Shards):
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         own = [operator.forward(x, run) for operator in self.operators]
-        common = [operator.forward(x, run) for operator in self.shared]
+        common = [operator.forward(x, run) for operator in self.shared]  # once, however many shards use them
         parts = [y if k is None else _side_by_side(y, common[k][0]) for (y, _), k in zip(own, self._of)]
         widths = tuple(y.shape[-1] for y, _ in own)
         saved = tuple(values for _, values in own), tuple(values for _, values in common), widths

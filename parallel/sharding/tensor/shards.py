@@ -88,7 +88,7 @@ class Shards(Operator):
         last = sum(y.shape[-1] for y in ys) if side_by_side else ys[0].shape[-1]
         y = ArraySpec((*ys[0].shape[:-1], last), ys[0].dtype if side_by_side else kernels.wide(ys[0].dtype))
         if len(outlines) == 1:
-            return outlines[0]._replace(y=outlines[0].y if outlines[0].y == y else y)
+            return outlines[0]._replace(y=outlines[0].y if outlines[0].y == y else y)  # a spec stands for one array
         work = max(outline.work for outline in outlines) + 3 * sum(one.nbytes for one in ys) + 3 * x.nbytes
         saved = tuple(outline.saved for outline in outlines)
         return OperatorOutline(y, saved, work=work, **sum_flops(outlines))
