@@ -100,7 +100,7 @@ def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> BufferLayout:
         items.append(("zeros", spec.bits if spec.zero == "integer" else SCALE_BITS[spec.zero], blocks.groups))
     items.append(("codes", spec.bits, blocks.elements))
     parts: list[BufferPart] = []
-    for name, bits, count in sorted(items, key=lambda item: -max(item[1], 8)):
+    for name, bits, count in sorted(items, key=lambda item: -max(item[1], 8)):  # below 8 bits: packed bytes
         start = parts[-1].start + parts[-1].nbytes if parts else 0
         parts.append(BufferPart(name, bits, count, start))
     return BufferLayout(blocks.elements, blocks, tuple(levels[1:]), tuple(parts))

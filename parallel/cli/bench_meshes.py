@@ -69,6 +69,7 @@ def draw_mesh_scaling(path: Path, reports: Sequence[Report]) -> None:
         nodes, found = max(row["nodes"] for row in report["rows"]), rates(report)
         where = "one node" if nodes == 1 else f"{nodes} nodes"
         for sequence, style in ((False, "-"), (True, "--")):
+            # one rank has no sequence parallelism: both lines begin at its point
             counts = [count for count, of in found if of == sequence or count == 1]
             points = [found[count, sequence and count > 1] for count in counts]
             middle = [point["median"] for point in points]
@@ -124,7 +125,7 @@ def turn(options: dict[str, Any], comm: Communicator) -> MeshTurn:
 
 def measure(comm: Communicator, options: dict[str, Any], turns: int) -> list[dict[str, Any]]:
     """Rows of all variants: numbers of ranks, with and without sequence parallelism. Collective."""
-    prefixes, nodes = RankPrefixes(comm), comm.nodes or (0,) * comm.Get_size()
+    prefixes, nodes = RankPrefixes(comm), comm.nodes or (0,) * comm.Get_size()  # None on one node
     rows: dict[tuple[int, bool], dict[str, Any]] = {}
     for _ in range(turns):
         for count, sequence in variants(prefixes.counts):

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     title = f"{options.route} {what} {options.choices} experts each"
     if options.output is None:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0  # 0: no limit in a file or a pipe
         print(f"{title}\n\n{draw.table(schedule.schedules, max(schedule.tokens, 1), width)}\n")
     else:
         picture(options.output, title, schedule.schedules, schedule.tokens, nodes if max(nodes) else None)

@@ -50,7 +50,7 @@ def draw_holdings(path: Path, mesh: Mesh, held: Sequence[Holding]) -> None:
             for x, y, w, h in _filled(one, rank):
                 place = corner[0] + x * width, corner[1] + y * height
                 axes.add_patch(Rectangle(place, w * width, h * height, color=_colour(one, rank)))
-            axes.add_patch(Rectangle(corner, width, height, fill=False, linewidth=0.6))
+            axes.add_patch(Rectangle(corner, width, height, fill=False, linewidth=0.6))  # last, on top of the parts
     names = [f"{one.name}  {' x '.join(map(str, one.shape))}" for one in held]
     axes.set(xlim=(-0.6, mesh.size - 0.4), ylim=(len(held) - 0.4, -0.6), yticks=range(len(held)), yticklabels=names)
     axes.set_xticks(range(mesh.size), [_label(mesh, rank) for rank in range(mesh.size)])

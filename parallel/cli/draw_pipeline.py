@@ -80,6 +80,7 @@ def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
             raise ValueError(f"--schedule: {error}") from None
         placement = PLACEMENTS[arguments.placement]
         chunks = 1 + max((action.chunk for line in actions for action in line), default=0)
+        # vee and opposed always have two chunks on a stage
         where = (lambda stages: placement(stages, chunks)) if arguments.placement == "loop" else placement
         SCHEDULES[name] = ScheduleEntry(tabled(actions), where)
         defaults = len(actions), 1 + max((action.microbatch for line in actions for action in line), default=0)
@@ -127,7 +128,7 @@ def main() -> int:
     else:
         try:
             picture(path, bands)
-        except ImportError as error:
+        except ImportError as error:  # picture() imports matplotlib, which text does not need
             command.error(f"pictures need matplotlib ({error}): pip install 'chorus-mpi[plot]'")
     print(f"{path} written")
     return 0

@@ -89,7 +89,8 @@ def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
     """Take the option -n out of the words: (number of ranks or None, other words)."""
     for position, word in enumerate(words):
         if word == "-n" or (word.startswith("-n") and word[2:].isdigit()):
-            text = word[2:] or "".join(words[position + 1 : position + 2])
+            text = word[2:] or "".join(words[position + 1 : position + 2])  # a slice, as -n may be the last word
+            # isdigit admits superscripts, which int() refuses
             if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
                 raise UsageError(f"-n: expected a number of ranks, 1 or more, found {text!r}")
             return int(text), words[:position] + words[position + (1 if word[2:] else 2) :]

@@ -94,6 +94,7 @@ def allreduce_seconds(nbytes: int, algorithm: str, comm: Communicator) -> float:
 
 def measure(ranks: RankPrefixes, sizes: ScaledSizes, algorithms: Iterable[str] = ALGORITHMS) -> ScalingTables:
     """All points. Collective."""
+    # one rank has no pipeline and sends no message
     several, mlp, gpt = ranks.counts[1:], MLP | {"model": sizes.replicas}, GPT | {"model": sizes.pipelines}
     weak, strong = (
         {n: ranks.seconds(n, partial(step_seconds, mlp | {"batch": BATCH * (1 if fixed else n)})) for n in ranks.counts}

@@ -44,7 +44,7 @@ def batch_size(text: str) -> tuple[int, str]:
     count = positive(number[:-1] if factor > 1 else number)
     if not count or (dash and unit not in ("tokens", "sequences")):
         raise argparse.ArgumentTypeError(f"expected a batch such as 512, 512-sequences or 4M-tokens; found {text!r}")
-    if factor > 1 and not unit:
+    if factor > 1 and not unit:  # 4M alone may be sequences or tokens
         raise argparse.ArgumentTypeError(f"expected a unit, as {text}-tokens or {text}-sequences; found {text!r}")
     return count * factor, unit or "sequences"
 
@@ -188,6 +188,7 @@ def expect_layouts(question: PlanQuestion, fixed: Mapping[str, Any]) -> None:
     even = {"layers": ()}
     if not fixed or any(candidates(model, setup, devices, dict(fixed) | even)):
         return
+    # a field that no layout has even alone is the mistake; otherwise only their combination is
     for name, value in fixed.items():
         if name != "layers" and not any(candidates(model, setup, devices, {name: value} | even)):
             known = sorted({getattr(each, name) for each in candidates(model, setup, devices, even)})
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         command.error(str(error))
     model, setup = question.model, question.setup
     found = search(model, setup, question.devices, question.sequences, arguments.fix, arguments.compress)
-    if arguments.json != "-":
+    if arguments.json != "-":  # else the standard output is JSON only; so notes go to standard error
         print(report(question, found, arguments.top, arguments.tokens, arguments.price))
         if arguments.operators:
             print("\n" + "\n".join(operator_lines(question)))

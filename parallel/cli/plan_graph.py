@@ -90,12 +90,14 @@ def read_graph(path: Path, batch: int | None = None) -> OperatorGraph:
     """Graph of a TOML file, with another batch if given. ValueError, with the file's name, if something is wrong."""
     try:
         table = tomllib.loads(path.read_text())
+    # RecursionError: arrays nested too deep for the parser
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: expected a TOML file, found: {getattr(error, 'strerror', None) or error}") from None
     known = ("shape", "repeated", "operators")
     if unknown := [key for key in table if key not in known]:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(known)}")
     shape = table.get("shape")
+    # type(), as isinstance() takes true for an int
     if not (isinstance(shape, list) and len(shape) == 3 and all(type(size) is int and size > 0 for size in shape)):
         raise ValueError(f"{path}: shape: expected [batch, length, width], found {shape!r}")
     if type(table.get("repeated", False)) is not bool:
@@ -127,7 +129,7 @@ def fixed_rules(text: str) -> dict[str, tuple[str, ...]]:
     pairs = [word.partition("=") for word in text.split(",")]
     if not all(name and rules for name, _, rules in pairs):
         raise argparse.ArgumentTypeError(f"expected OPERATOR=RULE,...; found {text!r}")
-    if len({name for name, _, _ in pairs}) < len(pairs):
+    if len({name for name, _, _ in pairs}) < len(pairs):  # a dict would silently keep the last rules
         raise argparse.ArgumentTypeError(f"expected every operator once, found {text!r}")
     return {name: tuple(rules.split("/")) for name, _, rules in pairs}
 
@@ -189,6 +191,7 @@ def plans_of(arguments: argparse.Namespace, graph: OperatorGraph, setup: Setup, 
         try:
             costs = GraphCosts(graph, mesh_of(sizes, setup.cluster), setup, arguments.microbatches, fixed=fixed)
         except ValueError as error:
+            # the graph has passed without fixed rules, in the first turn
             raise ValueError(f"--fix: {error}" if fixed else f"--graph: {error}") from None
         plan = costs.best(limit)
         if plan is None:
@@ -226,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError(f"--stages: expected {wanted} on {devices} devices within their memory, found none")
     except (ValueError, OSError, ImportError) as error:
         command.error(str(error))
-    if arguments.json != "-":
+    if arguments.json != "-":  # else the standard output is JSON only
         print(f"{arguments.graph}, {devices} x {name}, mesh {'x'.join(map(str, sizes))}; of a micro-batch, per device:")
         print("\n".join([*plan_lines(plans), *(["", *stage_lines(staged)] if staged else [])]))
     write_json(arguments.json, as_dict(plans, staged))

@@ -129,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     if not fitting or not args.run:
         return 0 if fitting else 1
     given_words = _words_for_training(sys.argv[1:] if argv is None else argv)
+    # --compress auto is among the given words: the later --compress, even none, overrides it
     words = [*given_words, *words_of(fitting[0].settings, compress=chosen.compress != NONE)]
     say(f"chorus train -n {comm.Get_size()} {shlex.join(words)}")
     return train.main(words)
@@ -140,7 +141,7 @@ def _check_files(comm: Communicator, args: argparse.Namespace) -> None:
         if path := getattr(args, name):
             check = check_folder if name == "checkpoint" else expect_writable
             collective_call(comm, partial(check, path), f"--{name.replace('_', '-')}", root=0)
-    if args.run and (args.resume or args.checkpoint):
+    if args.run and (args.resume or args.checkpoint):  # only for its errors, before the search
         train.resumed(comm, args, train.is_restarted(train.job_of(comm)))
 
 

@@ -119,7 +119,7 @@ def report(found: ScalingTables) -> Iterator[str]:
         yield title
         yield f"{'':28}" + "".join(f"{x:>10}" for x in columns)
         for name, line in lines.items():
-            cells = (line.get(x) for x in columns)
+            cells = (line.get(x) for x in columns)  # strong scaling lacks replicas that do not divide the batch
             shown = ("" if y is None else format_time(y) if "seconds" in title else f"{y:.3g}" for y in cells)
             yield f"{name:28}" + "".join(f"{cell:>10}" for cell in shown)
         yield ""

@@ -252,7 +252,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
         )
     activations = spec_of("--activations", args.activations) if args.activations else None
     trained = load_model.from_checkpoint(comm, args.checkpoint)
-    for path in filter(None, (args.pareto, args.output)):
+    for path in filter(None, (args.pareto, args.output)):  # an error here, not after the work
         collective_call(comm, partial(check_writable, path), f"{path} cannot be written", root=0)
     data = load_model.task_for(comm, trained, args.calibrate or trained.settings.data)
     mine = dealt(data.train, args.samples, BATCH, comm.rank, comm.size)
@@ -262,7 +262,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     say(f"{name}: {len(layers)} layers, calibrated on {shown} samples of {data.name}")
     say(f"float32: {job.score_text(trained.model)}, {format_bytes(nbytes(trained.model))}")
     if args.mixed is None:
-        check(layers, spec, args.method, activations, args.observer)
+        check(layers, spec, args.method, activations, args.observer)  # search_widths has its own
         made, specs = quantise(trained.model, spec, mine, comm, method=args.method), [spec] * len(layers)
     else:
         made, specs = search_widths(job)
@@ -270,6 +270,7 @@ def quantize(comm: Communicator, args: argparse.Namespace) -> None:
     if args.tune is not None:
         say(f"{text}: {job.score_text(made)}")
         made, text = tuned(job, made, specs, data), f"{text}, tuned"
+    # after the tuning, which changes the ranges of the inputs
     made = made if activations is None else round_inputs(job, made, activations)
     text += f", inputs in {args.activations if args.mixed_inputs is None else 'mixed'}" if args.activations else ""
     smaller = nbytes(trained.model) / nbytes(made)

@@ -46,6 +46,7 @@ def survive_error(args: argparse.Namespace) -> str | None:
     for name, value in (("--survive", args.survive), ("--survive-every", args.survive_every)):
         if value is not None and value < 1:
             return f"{name}: expected 1 or more, found {value}"
+    # under another mpiexec nothing restarts the ranks
     if args.survive_in is None or not args.survive_in[1].isdecimal():
         return "--survive: expected chorus train -n N --survive, which starts the ranks, and starts them again"
     if args.plot is not None and args.json is None:

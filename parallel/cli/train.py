@@ -62,6 +62,7 @@ def resumed(comm: Communicator, args: argparse.Namespace, is_restart: bool) -> C
     again goes on from the newest one, if there is any.
     """
     present = collective_call(comm, lambda: all_in(args.checkpoint) if args.checkpoint else [], "--checkpoint", root=0)
+    # a restart repeats the first command, whose --resume may be older than its own checkpoints, or missing
     if is_restart and not args.overwrite and (present or args.resume is True):
         args.resume = True if present else None
     if args.resume is None:
@@ -128,6 +129,7 @@ def begin(
     if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
         raise ValueError(f"--survive: expected --layout {', '.join(settings.MESHES)}, found {layout}")
     limit_threads(comm, args, chosen)
+    # a kept state fits no other division of the tensors: what was measured then is not measured again
     training = Training(chosen, comm, kept.resolved() if kept else None)
     if found is not None:
         training.resume(found)
@@ -136,7 +138,7 @@ def begin(
             collective_call(comm, partial(check, path), f"--{option}", root=0)
     if found is not None:
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
-    if keeper is not None:
+    if keeper is not None:  # after resume(): it may remove the states
         keeper.begin(training)
     if found is not None:
         for name, (there, here) in changed(found, chosen).items():

@@ -67,7 +67,7 @@ def argument_error(args: argparse.Namespace) -> str | None:
         value = getattr(args, name)
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')}: expected 1 or more, found {value}"
-    if args.keep_best < 0 or (args.keep_best and args.checkpoint is None):
+    if args.keep_best < 0 or (args.keep_best and args.checkpoint is None):  # apart, as 0 is its default
         return f"--keep-best: expected a number from 0 on, and --checkpoint DIR; found {args.keep_best}"
     if problem := threads_error(args):
         return problem

@@ -242,7 +242,7 @@ class TrainingRun:
         for name, log in self._logs.items():
             intact = log.problem is None
             log.add(line)
-            if intact and log.problem:
+            if intact and log.problem:  # at the first failure only: the next line tries again
                 path = getattr(self._args, name)
                 say(f"warning: {path} has no line of step {done} yet: {log.problem}; the training goes on")
         return score

@@ -233,7 +233,7 @@ def encode_linear(
     xp, low, high, bias = array_namespace(rows), np.float32(code.low), np.float32(code.high), np.float32(code.bias)
     shift = None if zeros is None else zeros.reshape(-1, 1)
     before = shift is not None and not bool((shift == xp.rint(shift)).all())
-    dtype = np.int8 if code.signed and not code.bias else np.uint8
+    dtype = np.int8 if code.signed and not code.bias else np.uint8  # a negative float as uint8 is undefined in C
 
     def code_of(t: Array, run: Part, drawn: Array | None) -> Array:
         if shift is not None and before:

@@ -49,6 +49,7 @@ class Ranges:
             return {"scales": _positive(scales.symmetric_scale(spec, size))}
         scale, bottom = scales.affine(spec, low, high)
         stored = scales.store(_positive(scale), spec, layout(spec, (len(low), 1)).parent_levels).scales
+        # decoding multiplies by the stored scale
         return {"scales": stored, "zeros": scales.zero_point(spec, stored, bottom)}
 
 

@@ -57,7 +57,7 @@ def draw_plans(
     for column, (title, cells) in enumerate(columns.items()):
         axes.text(column + 0.02, -0.75, title.replace(",", ", "), fontsize=9, fontweight="bold", va="center")
         for row, cell in enumerate(map(cells.get, graph.operators)):
-            if cell is None:
+            if cell is None:  # no stage has the input and the output of the graph
                 continue
             axes.text(column + 0.02, row, cell.text, fontsize=9, va="center")
             for position, text in enumerate(cell.exchanges):
@@ -131,7 +131,7 @@ def _weight_parts(kind: str, option: GraphOption, sizes: tuple[int, ...]) -> dic
             elif rule.cut_weight:
                 height /= size
                 y += at * height
-        owners.setdefault((x, y, width, height), device)
+        owners.setdefault((x, y, width, height), device)  # replicas have the same part: the first stays
     return owners if len(owners) > 1 else dict.fromkeys(owners, -1)
 
 

@@ -22,7 +22,7 @@ def draw_memory(path: Path, question: PlanQuestion, choice: PlanChoice) -> None:
 
     layout, limit = choice.layout, question.setup.device.memory / 1e9
     rounds = accumulation(layout, question.sequences)
-    stages = sorted({*range(min(STAGES - 1, layout.pp)), layout.pp - 1})
+    stages = sorted({*range(min(STAGES - 1, layout.pp)), layout.pp - 1})  # a set: of few stages the last is a first one
     figure = Figure(figsize=(8, 1.2 + 1.6 * len(stages)), layout="constrained")
     axes = figure.subplots(len(stages), 1, sharex=True, squeeze=False)[:, 0]
     for axis, stage in zip(axes, stages):
@@ -139,7 +139,7 @@ def draw_step(path: Path, title: str, step: StepTimeline) -> None:
     unit, scale = ("s", 1.0) if max(span.end for span in step.spans) >= 10 else ("ms", 1e3)
     figure = Figure(figsize=(10, 1.4 + 0.4 * len(lanes)), layout="constrained")
     axis = figure.subplots()
-    width = 0.4 * (len(step.spans) <= MOST_EDGES)
+    width = 0.4 * (len(step.spans) <= MOST_EDGES)  # white edges would cover thin bars
     for row, lane in enumerate(lanes):
         for cause in causes:
             spans = [span for span in step.spans if (span.lane, span.cause) == (lane, cause)]

@@ -57,7 +57,7 @@ def holdings(model: Operator, loss: Any, mesh: Mesh, schedule: str = "1f1b") -> 
     schedule, does not fit the mesh.
     """
     settings = Settings(mesh=str(mesh))
-    if STAGES.name in mesh.sizes:
+    if STAGES.name in mesh.sizes:  # both calls are for their errors only
         replicas_of(mesh, mesh.size)
     else:
         mesh_of(settings, mesh.size)
@@ -73,6 +73,7 @@ def holdings(model: Operator, loss: Any, mesh: Mesh, schedule: str = "1f1b") -> 
         experts = expert_division(ours, mesh, settings)
         found: dict[str, list[TensorCut | None]] = {}
         for parameter in ours.parameters():
+            # a parameter without a holder is no expert's: all members have it
             if experts is None or experts.holders.get(id(parameter), member) == member:
                 found.setdefault(parameter.name, []).append(parameter.cut)
         return {name: _joined(cuts) for name, cuts in found.items()}

@@ -65,7 +65,7 @@ def _last_step(trace: bytes) -> TimelineBand:
         start = entry["ts"] / 1e6
         event = PipelineEvent(action, start, start + entry["dur"] / 1e6)
         step = threads[action.stage][entry["pid"], entry["tid"]]
-        if action in step:
+        if action in step:  # a step has each action once, so another one has begun
             step.clear()
         step[action] = event
     if not threads:
@@ -108,6 +108,7 @@ def picture(path: Path, bands: Sequence[TimelineBand]) -> None:
     look: Any = {"squeeze": False, "layout": "constrained", "height_ratios": heights}
     figure, axes = plt.subplots(len(bands), 1, figsize=(WIDTH, sum(heights) + 0.6), **look)
     for axis, band in zip(axes[:, 0], bands):
+        # seconds and units of the simulation share no axis
         _band(axis, band, max(_end(other.lines) for other in bands if other.unit == band.unit))
     present = {(event.action.kind, event.action.chunk) for band in bands for line in band.lines for event in line}
     handles = [

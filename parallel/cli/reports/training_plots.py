@@ -33,7 +33,7 @@ def plot_learning(path: str | Path, lines: list[dict[str, Any]], title: str, not
 
     `lines` come from a file of metrics. `note` is written below the axes.
     """
-    steps = [line for line in lines if not line.get("final")]
+    steps = [line for line in lines if not line.get("final")]  # the summary repeats the last loss
     tested = [line for line in lines if line.get("test_loss") is not None]
     bits = any("bits_per_byte" in line for line in tested)
     panels = 1 if bits or not any("test_accuracy" in line for line in tested) else 2
@@ -49,6 +49,7 @@ def _loss(axis: Axes, steps: list[dict[str, Any]], tested: list[dict[str, Any]],
     unit = math.log(2) if bits else 1.0
     at = np.array([line["step"] for line in steps])
     losses = np.array([line["loss"] for line in steps], float) / unit
+    # a line through one point is invisible
     look: dict[str, Any] = {"color": OURS[0], "marker": "o" if len(at) == 1 else None, "ms": 4}
     axis.plot(at, losses, lw=0.7, alpha=0.35, **look)
     width = max(1, len(losses) // 50)

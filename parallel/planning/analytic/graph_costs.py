@@ -112,7 +112,9 @@ class GraphCosts:
             product_seconds(cost, self.setup) for cost in self.graph.products(name, (samples, inputs, outputs))
         )
         held = self.graph.weights(name) / prod(size for size, rule in zip(self.mesh.sizes, rules) if rule.cut_weight)
+        # the backward pass of a sum needs no inputs
         saved = HALF * prod(taken) / self.mesh.parts(takes) if operator.kind not in ("input", "output", "add") else 0.0
+        # the backward pass has two products for each one of the forward pass
         compute = 3 * seconds + (FORWARD_TRAFFIC + BACKWARD_TRAFFIC) * saved / self.setup.device.bandwidth
         return GraphOption(
             names,
@@ -154,6 +156,7 @@ class GraphCosts:
         edges: list[tuple[int, int, Costs]] = []
         for edge in self.graph.edges:
             ends = [self.options[name] for name in edge]
+            # product() varies its last one fastest, as reshape expects
             pairs = [sum(each.seconds for each in self.changes(edge, *pair)) for pair in product(*ends)]
             edges.append((names.index(edge[0]), names.index(edge[1]), np.array(pairs).reshape(*map(len, ends))))
         seconds = [np.array([each.compute + each.sums for each in options]) for options in self.options.values()]

@@ -85,12 +85,13 @@ def stage_memory(
         memory = state_bytes(weights, recipe, layout)
         layers = [layer for part in parts for layer, _ in model.kinds(ranges[part])]
         memory["activations"] = alive
+        # layers are recomputed one at a time
         memory["recomputed"] = max((recomputed_bytes(model, layer, layout) for layer in layers), default=0)
         if layout.zero == 3:
             largest = max(
                 (sum(layer_weights(model, model.is_sparse(layer), layout.tp, layout.ep)) for layer in layers), default=0
             )
-            memory["gathered"] = 2 * recipe.weights * largest
+            memory["gathered"] = 2 * recipe.weights * largest  # the next layer is gathered while one computes
         stages.append(memory)
     return stages
 
@@ -124,6 +125,6 @@ def over_time(model: Transformer, layout: ClusterLayout, microbatches: int, stag
                 continue
             again = 0 if action.kind == "W" else recomputed_bytes(model, layer, layout)
             changes.append(MemoryChange(begin, saved, again))
-            saved -= 0 if action.kind == "B" else held[layer]
+            saved -= 0 if action.kind == "B" else held[layer]  # after B, its W needs them still
             changes.append(MemoryChange(begin + unit, saved, 0))
     return changes

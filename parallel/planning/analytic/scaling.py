@@ -127,7 +127,7 @@ def with_measured(predicted: ScalingTables, path: Path) -> ScalingTables:
             title: {f"{name}{MEASURED}": {int(x): float(y) for x, y in line.items()} for name, line in lines.items()}
             for title, lines in found.items()
         }
-        if not all(
+        if not all(  # json reads NaN, and the axis of x is logarithmic
             isfinite(y) and x > 0 for lines in points.values() for line in lines.values() for x, y in line.items()
         ):
             raise ValueError

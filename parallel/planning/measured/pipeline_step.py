@@ -53,7 +53,7 @@ def pipeline_step(
     step.parts |= {COMPUTE: busy, IDLE: whole - busy}
     stages = [_after(portion, work, messages) for portion in work.portions]
     sums = [sum(seconds for _, seconds in each) for each, _ in stages]
-    slowest = sums.index(max(sums))
+    slowest = sums.index(max(sums))  # stages exchange gradients at the same time
     for cause, seconds in stages[slowest][0]:
         step.spend("gradients", cause, seconds, f"stage {slowest}")
     step.spend("update", UPDATE, max(update(weights) for _, weights in stages) * sharing.crowd, "stage 0")
@@ -66,7 +66,7 @@ def _times(work: PipelineWork, messages: MessageCosts) -> ActionTimes:
     units = [work.units[start:stop] for start, stop in parts]
     here = [first.plan.placement.owners(part)[0].stage for part in range(len(parts))]
     at = [next(rank for rank in range(first.mesh.size) if first.stage(rank) == stage) for stage in here]
-    flying = [
+    flying = [  # neighbours on one stage, as at the turn of a vee, exchange no message
         messages.message(work.ranks[one], work.ranks[other], work.outputs[stop - 1]) if one != other else 0.0
         for (_, stop), one, other in zip(parts, at, [*at[1:], at[0]])
     ]
