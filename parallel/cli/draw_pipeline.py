@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
 def plan_of(name: str, arguments: argparse.Namespace) -> PipelinePlan:
     """Build the plan of schedule `name` (a .csv file joins `SCHEDULES`) from the options. ValueError if impossible."""
     defaults = 4, 8
-    if name.endswith(".csv"):
+    if name.lower().endswith(".csv"):
         try:
             actions = from_csv(Path(name).read_text())
         except OSError as error:
@@ -107,7 +107,7 @@ def main() -> int:
     command = parser()
     arguments = command.parse_args()
     path: Path | None = arguments.output
-    if path is not None and path.suffix == ".csv" and len(arguments.schedule) > 1:
+    if path is not None and path.suffix.lower() == ".csv" and len(arguments.schedule) > 1:
         command.error(f"--schedule: expected one for a .csv, found {len(arguments.schedule)}")
     try:
         plans = [plan_of(name, arguments) for name in arguments.schedule]
@@ -123,7 +123,7 @@ def main() -> int:
             print(f"{title_of(timeline)}\n{summary(timeline)}\n\n{draw.table(timeline, width)}\n")
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         path.write_text(to_csv(plans[0].actions))
     else:
         try:

@@ -110,7 +110,7 @@ def schedule_of(settings: Settings) -> str:
     Raises ValueError if the schedule is unknown or the file is not a table of actions, OSError if it cannot be read.
     """
     name = settings.layout.partition(":")[2] or "1f1b"
-    if name.endswith(".csv") and name not in SCHEDULES:
+    if name.lower().endswith(".csv") and name not in SCHEDULES:
         SCHEDULES[name] = ScheduleEntry(tabled(from_csv(Path(name).read_text())))
     if name not in (*SCHEDULES, AUTO):
         raise ValueError(

@@ -48,7 +48,7 @@ def test_as_a_picture(tmp_path, name):
 
 
 def test_as_a_table_and_back(tmp_path):
-    table = tmp_path / "mine.csv"
+    table = tmp_path / "mine.CSV"
     assert script("--schedule", "zb-v", "--stages", 3, "--microbatches", 4, "-o", table).returncode == 0
     assert from_csv(table.read_text()) == build("zb-v", 3, 4).actions
     done = script("--schedule", table, "--placement", "vee")
