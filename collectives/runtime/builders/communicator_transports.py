@@ -30,6 +30,7 @@ from collectives.transport.gpu.shared_gpu import share_gpu
 from collectives.transport.memory.copy_speed import MessageSpeed
 from collectives.transport.memory.shared_heap import MOST, SharedHeap
 from collectives.transport.mpi.mpi_transport import MpiTransport
+from collectives.transport.node.machine import world_ranks
 from collectives.transport.node.mailbox import MailboxEdge, open_mailboxes
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 from collectives.transport.node.placement import NodePlacement
@@ -52,15 +53,6 @@ PROBES = 2
 """Probes for messages at the end: the first one may only take in what has arrived (Intel MPI)."""
 
 
-def _world_ranks(comm: MPI.Intracomm) -> list[int]:
-    """Ranks in MPI.COMM_WORLD of a communicator's, negative for those of another world."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = group.Translate_ranks(None, world)
-    group.Free()
-    world.Free()
-    return list(ranks)
-
-
 class Transports:
     """Shared-memory and MPI transports of one communicator, and the tags of its calls. Creation is collective.
 
@@ -76,7 +68,7 @@ class Transports:
         self.comm, self.placement, self.nodes, self.aware = comm, placement, placement.nodes, aware
         number = MPI.COMM_WORLD.Get_rank() << RANK_SHIFT | next(_numbers)
         self.node, has_cupy, self.number = open_mailboxes(comm, placement, "cupy" in sys.modules, number)
-        self.world_ranks = _world_ranks(comm)
+        self.world_ranks = world_ranks(comm)
         self.heap = SharedHeap(comm) if self.node is None else self.node.heap
         everyone = self.node if self.nodes is None else None
         self.alone = comm.Get_size() == 1

@@ -28,6 +28,7 @@ from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import RankRecord, is_active, map_record, running
 from collectives.runtime.record.source_line import caller_with_text, is_inside
 from collectives.runtime.record.writer import WATCH, Record, job_name, record
+from collectives.transport.node.machine import world_ranks
 from collectives.transport.node.peer_watch import has_ended
 from collectives.transport.waits import explainers
 
@@ -113,8 +114,8 @@ def know(comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
         with suppress(OSError):  # no socket for this process: it asks others, and does not answer
             _answers = Answers(lambda: neighbours().values())
             atexit.register(_answers.close)  # from then on its thread does not run
-    mine = MPI.COMM_WORLD.Get_rank(), None if _answers is None else _answers.address
-    _far.know({world: (node, address) for node, (world, address) in zip(nodes, comm.allgather(mine))})
+    everyone = zip(world_ranks(comm), nodes, comm.allgather(None if _answers is None else _answers.address))
+    _far.know({rank: (node, address) for rank, node, address in everyone if rank >= 0})  # not those of another world
 
 
 def _report_if_due(idle: float) -> None:

@@ -162,3 +162,15 @@ def test_waits_for_far_ranks_end(monkeypatch, state, error):
     with pytest.raises(error, match="rank 1 has"):
         watcher.look("bcast", {1: (7, 0)}, 0)
     assert MPI.COMM_WORLD.Get_size() == 1
+
+
+def test_ranks_of_another_world_are_not_taken_for_those_of_this_one(monkeypatch):
+    """A communicator with processes that were spawned: their ranks in their world are numbers of ours, too."""
+    far, mine = FarRecords(), refusing()
+    monkeypatch.setattr(watcher, "_far", far)
+    monkeypatch.setattr(watcher, "_answers", None)
+    monkeypatch.setattr(watcher, "record", lambda: None)
+    monkeypatch.setattr(watcher, "world_ranks", lambda comm: [0, 3, MPI.UNDEFINED])
+    comm = type("Comm", (), {"allgather": lambda self, one: [None, mine, mine._replace(port=1)]})()
+    watcher.know(comm, [0, 1, 2])
+    assert far._addresses == {3: mine}
