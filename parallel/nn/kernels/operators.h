@@ -16,7 +16,8 @@
 enum { LANES = 64 /* sums side by side, which do not wait for each other */, FEW = LANES / 4 };
 
 /* Sum of TERM, an expression of j, from j = 0 on. The order of additions depends on COUNT only: element j of whole groups
- * goes to lane j % LANES, of the rest in groups of FEW to lane j % FEW, and the end is added one by one. */
+ * goes to lane j % LANES, of the rest in groups of FEW to lane j % FEW, and the end is added one by one. TERM writes
+ * nothing: of a loop that writes, the compiler makes a second one for arrays near each other, with other roundings. */
 #define SUM_OF(TOTAL, COUNT, TERM)                                              \
     do {                                                                        \
         float lanes[LANES] = {0}, end = 0;                                      \

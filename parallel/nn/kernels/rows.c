@@ -140,8 +140,10 @@ CLONED double run_weighted_rows(const Argument *a) {
         const float *restrict source = (const float *)a[0].data + places[i] * width;
         const float *restrict result = (const float *)a[3].data + i * width;
         float *restrict row = (float *)a[4].data + i * width, weight = weights[i], total = 0;
-        SUM_OF(total, width, (row[j] = weight * source[j], source[j] * result[j])); /* reads and writes overlap */
+        SUM_OF(total, width, source[j] * result[j]);
         products[i] = total;
+        for (int64_t j = 0; j < width; j++)
+            row[j] = weight * source[j];
     }
     return 0;
 }

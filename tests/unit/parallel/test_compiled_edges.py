@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("parallel.nn.kernels._operators")
 
 from parallel.nn import kernels
+from parallel.nn.kernels import _operators as operators
 from parallel.nn.kernels import compiled_kernels, reference_kernels
 from quant.kernels.dispatch import Unsuited
 
@@ -206,3 +207,80 @@ def test_negative_rows_count_from_the_end():
     assert y.tolist() == [[0, 0], [0, 0], [1, 1]]
     with pytest.raises(IndexError):
         kernels.add_rows(y, np.array([3]), rows)
+
+
+# ------------------------------------------------------------------------------------------ places in memory
+
+
+def arguments_of(rows, width):
+    """Arguments of the C functions for matrices of such a shape. Lists are shapes of arrays that are only written."""
+    x, dy, z = (numbers(rows, width, seed=seed) for seed in range(3))
+    gain, column = numbers(width, seed=3), numbers(rows, seed=4)
+    order, target = np.arange(rows)[::-1].copy(), np.arange(rows) % width
+    low, high = np.zeros(rows, np.int64), np.full(rows, width)
+    shape = [rows, width]
+    keep = x > 0
+    return {
+        **dict.fromkeys(UNARY, (x, shape)),
+        **dict.fromkeys(BINARY, (dy, x, shape)),
+        **{f"biased_{name}": (x, gain, shape) for name in ("relu", *UNARY)},
+        "masked": (x, keep, 2.0, shape),
+        "keep": (order, 1 << 31, 1, 2, 0, (np.bool_, rows, -(-width // 4) * 4)),
+        "sum_rows": (x, [width]),
+        "layer_norm": (x, gain, gain, 1e-5, shape, [rows], [rows]),
+        "layer_norm_backward": (dy, x, gain, column, abs(column), shape, [width], [width], [2, width]),
+        "causal_softmax": (x, rows, 0.5, 0),
+        "softmax_backward": (dy, x, 0.5),
+        "visible_softmax": (x, 0.5, low, high, [rows]),
+        "visible_probabilities": (x, 0.5, low, high, column),
+        "attention_gradient": (dy, x, 0.5, column),
+        "merge_attention": (x, column, z, column + 1),
+        "softmax": (x, shape),
+        "softmax_cross_entropy": (x, target, [rows]),
+        "softmax_cross_entropy_backward": (0.5, x, target, column, shape),
+        "embedding_gradient": (x, order, shape),
+        "add_rows": (dy, order, x, column),
+        "weighted_rows": (dy, order, column, x, shape, [rows]),
+        "row_products": (dy, order, x, [rows]),
+        "top_k": (x, min(3, width), (np.bool_, rows, width)),
+    }
+
+
+def placed(arguments, order, gap):
+    """Copies of the arguments whose arrays lie in one block of memory, in an order, with `gap` bytes between them."""
+    given = [
+        np.zeros(one, F) if isinstance(one, list) else np.zeros(one[1:], one[0]) if isinstance(one, tuple) else one
+        for one in arguments
+    ]
+    arrays = [at for at, one in enumerate(given) if isinstance(one, np.ndarray)]
+    block = np.zeros(sum(given[at].nbytes + gap + 16 for at in arrays) + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    for at in order(arrays):
+        one = given[at]
+        start += -start % one.itemsize
+        given[at] = block[start : start + one.nbytes].view(one.dtype).reshape(one.shape)
+        given[at][...] = one
+        start += one.nbytes + gap
+    return given
+
+
+@pytest.mark.parametrize("name", arguments_of(1, 8))
+def test_bits_do_not_depend_on_places_in_memory(name):
+    """Compilers make loops twice, for arrays that are near each other too: both have to round alike."""
+    orders = [
+        lambda places, turn=turn, step=step: (places[turn:] + places[:turn])[::step]
+        for turn in range(4)
+        for step in (1, -1)
+    ]
+    for rows, width in [(1, 2), (1, 5), (1, 8), (1, 13), (1, 16), (1, 24), (1, 64), (1, 90), (3, 8), (3, 21)]:
+        found = set()
+        for order in orders:
+            for gap in (0, 4, 16, 32, 48, 64, 4096):
+                given = placed(arguments_of(rows, width)[name], order, gap)
+                getattr(operators, name)(*given)
+                found.add(b"".join(one.tobytes() for one in given if isinstance(one, np.ndarray)))
+        assert len(found) == 1, (rows, width)
+
+
+def test_every_operator_is_placed():
+    assert set(arguments_of(1, 8)) == {name for name in vars(operators) if not name.startswith("_")}
