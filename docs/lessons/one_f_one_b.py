@@ -1,17 +1,17 @@
-"""1F1B: a pipeline of p stages, one on each rank, that alternates one forward and one backward pass.
+"""1F1B: a pipeline of p stages, one on each rank, that in its middle does one forward and one backward pass in turn.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2.
 
 Rank s is stage s, with layer s. The batch is cut into m micro-batches. The forward pass F of a micro-batch needs the
-output of rank s-1, its backward pass B the gradient from rank s+1. Here p = 3, m = 5, and B takes twice the time of F:
+output of rank s-1, its backward pass B the gradient from rank s+1. Here p = 3, m = 5; B (two products) takes 2, F 1:
 
     rank 0   F0 F1 F2             B0--- F3 B1--- F4 B2---    B3---    B4---
     rank 1      F0 F1       B0--- F2 B1--- F3 B2--- F4 B3---    B4---
     rank 2         F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---
 
-Rank s does p-s-1 forward passes (warm-up), then F and B in turn (steady state), then the remaining B (cool-down). With
-one more F before its first B, it keeps x and y of p-s micro-batches at most (GPipe, all F before all B, keeps all m).
-In both, a rank is idle (p-1) / (m+p-1) of the time. Losses are divided by the whole batch: gradients just add up.
+Rank s does p-s-1 F (warm-up; at most m), then F and B in turn (steady state), then the remaining B (cool-down): p-s F
+come before its first B. So it keeps x and y of p-s micro-batches at most; GPipe, with all F before all B, of m. In both
+each rank is idle (p-1) / (m+p-1) of the time. Losses are divided by the batch's number of outputs: gradients add up.
 """
 
 import numpy as np
@@ -48,15 +48,15 @@ class Stage:
 def step(comm, stage, x, target):
     """Run all F and B of micro-batches x[k], target[k]; returns the loss and the most micro-batches saved at once."""
     before, after, last = comm.rank - 1, comm.rank + 1, comm.rank == comm.size - 1
-    loss, most, sends = 0.0, 0, dict.fromkeys((before, after), MPI.REQUEST_NULL)
+    loss, most, sends = 0.0, 0, dict.fromkeys((before, after), MPI.REQUEST_NULL)  # no message to them yet
 
     def receive(source):
-        comm.Recv(array := np.empty_like(x[0]), source)  # all layers have the same width
+        comm.Recv(array := np.empty_like(x[0]), source)  # without tags: F and B take micro-batches in order
         return array
 
-    def send(array, to):  # non-blocking: in the steady state, neighbours send to each other at the same time
-        sends[to].Wait()  # for an earlier message, which the neighbour takes before it needs anything later of us
-        sends[to] = comm.Isend(array, to)
+    def send(array, to):  # non-blocking: neighbours that send to each other at the same time would wait for ever
+        sends[to].Wait()  # ends: until `to` takes our message before this one, it needs no later one of ours
+        sends[to] = comm.Isend(array, to)  # keeps the array
 
     for action, k in schedule(comm.rank, comm.size, len(x)):
         if action == "F":
@@ -81,7 +81,7 @@ def main(comm):
     x, target = random.normal(size=(5, 4, 8)), random.random((5, 4, 8))  # 5 micro-batches of 4 samples
     stage = Stage(weights[comm.rank])
     loss, most = step(comm, stage, x, target)
-    stages, y = [Stage(w) for w in weights], x.reshape(20, 8)  # all layers, on the whole batch
+    stages, y = [Stage(w) for w in weights], x.reshape(20, 8)  # all layers, and the batch as one micro-batch, 0
     for one in stages:
         y = one.forward(0, y)
     dy = 2 * (y - target.reshape(20, 8)) / target.size

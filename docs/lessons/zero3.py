@@ -1,17 +1,17 @@
-"""ZeRO-3: a rank stores 1/p of weights, gradients and optimizer state, and whole weights of one layer at a time.
+"""ZeRO-3: each of p ranks stores 1/p of weights, gradients and optimizer state; one layer at a time is made whole.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
 
-Plain data parallelism stores four numbers per parameter on every rank: weight, gradient, and two moments of Adam.
+Plain data parallelism (DDP) stores four numbers per weight on every rank: weight, gradient, and two moments of Adam.
 Here each layer's W is flattened and cut into p equal shards. Rank r stores shard r of all four. One step:
 
     forward,  first to last layer:  all-gather W;  y = relu(x W);              drop W
-    backward, last to first layer:  all-gather W;  dz = dy where y > 0;  dx = dz W^T;  dW = x^T dz;  drop W
-                                    reduce-scatter dW: rank r gets shard r of the sum over ranks;  drop dW
+    backward, last to first layer:  all-gather W;  dz = dy where y > 0, else 0;  dx = dz W^T;  drop W
+                                    dW = x^T dz;  reduce-scatter dW: rank r gets shard r of the sum;  drop dW
     update:                         Adam on the own shard, without messages
 
-Ranks have different samples, and each divides its loss by the size of the whole batch: the sum of dW is the batch's
-gradient. Each of the three exchanges sends (p-1)/p numbers per weight and rank (DDP: two). Activations are not cut.
+Ranks have different samples. Losses are divided by the number of outputs of the whole batch: the sum of dW is its
+gradient. The three exchanges send (p-1)/p numbers per weight and rank each; the allreduce of DDP is two of them.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from collectives import Communicator
 
 
 def cut(w, ranks):
-    """Flatten w and cut it into equal shards, one a row; zeros fill the last one."""
+    """Flatten w and cut it into equal shards, one a row. Zeros at the end fill them."""
     shards = np.zeros((ranks, -(-w.size // ranks)))
     shards.ravel()[: w.size] = w.ravel()
     return shards
@@ -44,16 +44,16 @@ class Layer:
 
     def gather(self):
         self.comm.Allgather(self.shard, shards := np.empty((self.comm.size, self.shard.size)))
-        return shards.ravel()[: np.prod(self.shape)].reshape(self.shape)  # W: freed after its use
+        return shards.ravel()[: np.prod(self.shape)].reshape(self.shape)  # W; not kept: Python frees it after its use
 
     def forward(self, x):
-        self.x, self.y = x, np.maximum(x @ self.gather(), 0)
+        self.x, self.y = x, np.maximum(x @ self.gather(), 0)  # of this rank's samples, until `backward`
         return self.y
 
     def backward(self, dy):
         dz = dy * (self.y > 0)
         dx, dw = dz @ self.gather().T, self.x.T @ dz
-        self.comm.Reduce_scatter_block(cut(dw, self.comm.size), self.grad)  # the sum, in place of the last one
+        self.comm.Reduce_scatter_block(cut(dw, self.comm.size), self.grad)  # overwrites that of the last step
         return dx
 
 
@@ -76,7 +76,7 @@ def plain_step(weights, moments, x, target, t):
         saved.append(np.maximum(saved[-1] @ w, 0))
     dy = 2 * (saved[-1] - target) / target.size
     for w, (m, v) in zip(weights[::-1], moments[::-1]):
-        dz = dy * (saved.pop() > 0)
+        dz = dy * (saved.pop() > 0)  # that was y, and saved[-1] is x
         dy = dz @ w.T
         adam(w, saved[-1].T @ dz, m, v, t)
 
@@ -92,7 +92,7 @@ def main(comm):
     for layer, w in zip(layers, weights):
         np.testing.assert_allclose(layer.gather(), w, rtol=0, atol=1e-9)
     if comm.rank == 0:
-        print(f"weights as in plain training, loss {loss:.4f}; stored: {sum(layer.shard.size for layer in layers)}")
+        print(f"as plain training, loss {loss:.4f}; stores {sum(layer.shard.size for layer in layers)} of the weights")
 
 
 if __name__ == "__main__":
