@@ -6,12 +6,13 @@ import subprocess
 import time
 
 HELLO = """
+import os
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 node = world.Split_type(MPI.COMM_TYPE_SHARED)
-print("rank", world.rank, "of", world.allreduce(1), "at", MPI.Get_processor_name(), node.size, flush=True)
+os.write(1, f"rank {world.rank} of {world.allreduce(1)} at {MPI.Get_processor_name()} {node.size}\\n".encode())
 """
-"""Program of all ranks."""
+"""Program of all ranks, which writes a line at once: `print` may write its parts one by one."""
 
 LIMIT = 300
 """Most seconds that a job may take, its time in the queue included."""
