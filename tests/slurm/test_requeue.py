@@ -5,7 +5,7 @@ import signal
 import sys
 from contextlib import suppress
 from itertools import chain, pairwise
-from os import kill
+from os import environ, kill
 from pathlib import Path
 
 import pytest
@@ -131,7 +131,11 @@ def on_node(node, job):
 
 
 def test_failed_node(undisturbed, tmp_path):
-    """All that runs on a node is killed, and Slurm takes the node for failed: nothing is saved in time."""
+    """All that runs on a node is killed, and Slurm takes the node for failed: nothing is saved in time.
+
+    Before it returns, what PMIx of the killed daemons left there is removed, as if the host had started anew: the same
+    job's next daemons need these names.
+    """
     jobs = {layout: submit(tmp_path / layout, layout) for layout in ("zero3", "tp")}
     for job in jobs.values():
         under_way(job)
@@ -143,6 +147,8 @@ def test_failed_node(undisturbed, tmp_path):
     call("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     for job in jobs.values():
         wait_until(lambda job=job: "Restarts=1" in job.shown(), lambda job=job: job.text())
+    room = Path(environ["SLURM_CONF"]).parent.parent
+    call(room / "on", "node2", f"rm -rf {room}/slurm/node2/*pmix.* /dev/shm/spmix_*")
     call("scontrol", "update", "nodename=node2", "state=resume")
     for layout, job in jobs.items():
         text = check(job, undisturbed[layout])
