@@ -27,6 +27,9 @@ LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 """Launchers of Open MPI that a user starts."""
 
+RANKS = ("-N", "-np", "--n", "--np", "--nproc", "--ranks")
+"""Options of MPI launchers in whose place `chorus` takes -n."""
+
 ALIKE = 0.7
 """Least similarity of an option that is named in the place of an unknown one (`difflib`)."""
 
@@ -43,15 +46,16 @@ class FullHelp(argparse._HelpAction):
 class ProgramParser(argparse.ArgumentParser):
     """Argument parser of a program in one process. Its help text keeps the description's line breaks.
 
-    `selectors` are options of the same command that select other programs, with their help texts. `usual` are names of
-    options. If there are any, --help describes these only, and --help-all all.
+    Options are written in full, as an abbreviation could mean another option than intended. `selectors` are options of
+    the same command that select other programs, with their help texts. `usual` are names of options. If there are any,
+    --help describes these only, and --help-all all.
     """
 
     selectors: Mapping[str, str] = {}
     _words: Sequence[str] = ()
 
     def __init__(self, description: str | None, usual: Sequence[str] = (), **options: Any):
-        options.setdefault("prog", os.path.basename(sys.argv[0]))
+        options = {"prog": os.path.basename(sys.argv[0]), "allow_abbrev": False} | options
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.usual = usual
         self.add_argument(
@@ -82,18 +86,25 @@ class ProgramParser(argparse.ArgumentParser):
         known = [*self._option_string_actions, *self.selectors]
         for word in takewhile(lambda word: word != "--", self._words):
             name = word.partition("=")[0]
+            if isinstance(self, LauncherParser) and name in RANKS and name not in known:
+                message = f"unrecognized arguments: {name} (perhaps -n)"
+                break
             is_option = name.startswith("--") and " " not in word
-            if is_option and not any(option.startswith(name) for option in known):  # argparse takes prefixes
-                if close := get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE):
-                    message = f"unrecognized arguments: {name} (perhaps --{close[0]})"
+            if is_option and name not in known:
+                begun = [option for option in known if option.startswith(name) or name.startswith(f"{option}-")]
+                alike = get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE)
+                if close := begun[:3] or [f"--{option}" for option in alike]:
+                    message = f"unrecognized arguments: {name} (perhaps {' or '.join(close)})"
                 elif described := self._described(name[2:].replace("-", " ")):
                     message = f"unrecognized arguments: {name} (perhaps {described[0]})"
                 break
+        for kind, expected in (("int", "a whole number"), ("float", "a number")):
+            message = message.replace(f"invalid {kind} value: ", f"expected {expected}, found ")
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def _described(self, words: str) -> list[str]:
         """Options whose help texts contain the words, such as --rate for "learning rate"."""
-        found = re.compile(rf"\b{re.escape(words)}\b")
+        found = re.compile(rf"(?<![\w.]){re.escape(words)}\b", re.IGNORECASE)  # no suffix of a file's name
         return [
             each.option_strings[0] for each in self._actions if each.option_strings and found.search(each.help or "")
         ]
@@ -148,8 +159,11 @@ LONGEST_WORD = 400
 """Characters of a word in an error message. Of a longer one, such as a user's mistake, both ends are shown."""
 
 
-LISTED = re.compile(r"(?:one of|a size of|axes of|known:|choose from) ([^;)]+)")
+LISTED = re.compile(r"(?:one of|some of|a size of|axes of|known:|choose from) ((?:(?!,? found | for )[^;)])+)")
 """Names in an error message, one of which is expected."""
+
+WRONG = re.compile(r"'([^' ]+)'|found ([^' ,;:]+)")
+"""Name in an error message that was found in their place."""
 
 
 def one_line(message: str) -> str:
@@ -157,12 +171,16 @@ def one_line(message: str) -> str:
 
     >>> one_line("expected one of dp, zero1; found 'zero'")
     "expected one of dp, zero1; found 'zero' (perhaps zero1)"
+    >>> one_line("loss: expected one of mse for teacher, found mze")
+    'loss: expected mse for teacher, found mze'
     """
     words = (f"{w[:60]}...{w[-20:]}" if len(w) > LONGEST_WORD else w for w in message.split())
     line = " ".join(words)
-    if (listed := LISTED.search(line)) and (wrong := re.search("'([^' ]+)'", line)) and "(perhaps " not in line:
+    if (listed := LISTED.search(line)) and (wrong := WRONG.search(line)) and "(perhaps " not in line:
         names = re.findall(r"[\w.+-]+", listed[1].replace(wrong[0], ""))
-        word = wrong[1].rpartition(":")[2]
+        if len(names) == 1:
+            return line.replace(f"one of {names[0]}", names[0])
+        word = (wrong[1] or wrong[2]).rpartition(":")[2]
         begun = [name for name in names if name[:1] == word[:1]]  # cpu is not meant by gpu, but mlp by mpl
         if close := get_close_matches(word, names, 1, ALIKE) or get_close_matches(word, begun, 1):
             line += f" (perhaps {close[0]})"

@@ -67,7 +67,7 @@ SHORT = {
     "tune": "--sizes 8 --iterations 1 --seconds 0",
     "train": "--model mlp:tiny --steps 1 --batch 8",
     "plan": "--model mlp:tiny --steps 1 --batch 8",
-    "plan --graph": "--graph block:64 --cluster h100:2",
+    "plan --graph": "--graph two-layers --cluster h100:2",
     "plan --scaling": "--scaling --cluster h100:8",
     "plan --measure-device": "--measure-device here",
     "plan --cluster": "--cluster h100:8 --model llama-3-8b --batch 8",
