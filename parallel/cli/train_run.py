@@ -6,10 +6,12 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mpi4py import MPI
@@ -50,6 +52,7 @@ TEST_SAMPLES = 256  # windows of text in a test during the training; the final o
 TRACED = range(2, 7)  # steps of this run in its trace
 REFRESH = 0.2  # seconds between two updates of the progress bar
 LOGS = {"json": Metrics, "csv": CsvMetrics, "tensorboard": TensorBoardMetrics}  # by option
+SLOW = 1.5  # times the others' median from which a rank is reported as slow
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
@@ -66,6 +69,21 @@ def train(
     """
     run = TrainingRun(comm, args, training, job, keeper)
     return run.steps() or run.finish()
+
+
+def slow_rank(computes: Sequence[float]) -> tuple[int, float] | None:
+    """Rank that all others wait for, and how many times it computes as long as their median; None if there is none.
+
+    From each rank's share of time outside of communication. It is above one half on a rank that waits for no other.
+
+    >>> slow_rank([0.3, 0.9, 0.25]), slow_rank([0.8, 0.9, 0.7]), slow_rank([0.9])
+    ((1, 3.2727272727272725), None, None)
+    """
+    slowest = max(range(len(computes)), key=computes.__getitem__)
+    others = [share for rank, share in enumerate(computes) if rank != slowest]
+    if not others or computes[slowest] <= 0.5 or computes[slowest] < SLOW * median(others):
+        return None
+    return slowest, computes[slowest] / max(median(others), 1e-9)
 
 
 class CheckpointWriter:
@@ -160,6 +178,7 @@ class TrainingRun:
         self._events: list[ProfilerEvent] = []
         self._test_text = ""
         self._is_early = False  # ended by its tests
+        self._nodes = comm.allgather(MPI.Get_processor_name())
 
     def _path(self, log: str) -> Path | None:
         """Path of a log, on the rank that reports."""
@@ -292,6 +311,9 @@ class TrainingRun:
         spent = f"{training.done} steps and {format_time(final['seconds'])}"
         part = f" on {count} of {every} samples" if count < every else ""
         say(f"{format_score(score)}{part} after {spent}; {format_speed(training, speed)}")
+        if slow := slow_rank([1 - share for share in final["by_rank"]["communication_share"]]):
+            rank, times = slow
+            say(f"rank {rank} on {self._nodes[rank]} computes {times:.1f} times as long as the other ranks")
         if args.checkpoint and not checkpoints.problem:
             say(f"checkpoints are in {args.checkpoint}")
         if training.fault_tolerant and not training.is_reporter:
