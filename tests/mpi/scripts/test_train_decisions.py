@@ -33,7 +33,9 @@ def trained(comm, folder, *words):
 
     def spy(training, score):
         ends = observe(training, score)
-        observed.append((training.done, score.loss, ends, {name: one.state() for name, one in training._watched.items()}))
+        observed.append(
+            (training.done, score.loss, ends, {name: one.state() for name, one in training._watched.items()})
+        )
         return ends
 
     files = ["--checkpoint", folder / "c", "--csv", folder / "m.csv"]
