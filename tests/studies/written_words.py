@@ -63,9 +63,8 @@ def main() -> int:
     words = words_in(written.decode(errors="replace"))[1:-1]
     share = sum(word in known for word in words) / len(words)
     print(written.decode(errors="replace")[:400])
-    print(
-        f"{len(text)} characters, {seconds:.0f} s of training; of {len(words)} words written {share:.0%} are in the text"
-    )
+    print(f"{len(text)} characters, {seconds:.0f} s of training")
+    print(f"{len(words)} words written, of which {share:.0%} are in the text")
     return 0
 
 
