@@ -138,7 +138,7 @@ def test_checkpoint_of_an_engine(tmp_path):
         (generate, "classes", (), "expected a model gpt or gpt-moe, found mlp:tiny"),
         (generate, "text", ("--prompt", ""), "prompt: expected at least one token, found none"),
         (generate, "text", ("--temperature", "-1"), "argument --temperature: expected a number from 0 on"),
-        (generate, None, (), "has no checkpoints"),
+        (generate, None, (), "expected a folder with checkpoints of chorus train"),
         (predict, "classes", ("--data", "none.npy", "--out", "y.npy"), "none.npy"),
         (predict, "classes", ("--data", "x.npy", "--out", "."), "--output: . is no plain file"),
         (predict, "text", ("--data", "x.npy", "--out", "y.npy"), "x.npy does not fit gpt:tiny"),
