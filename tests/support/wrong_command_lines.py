@@ -76,7 +76,7 @@ SHORT = {
     "plan --measure-scaling": "--measure-scaling out/new.json --replicas nosuch --pipelines nosuch",
     "quantize": "--checkpoint files/made/checkpoints --samples 64",
     "generate": "--checkpoint files/made/checkpoints --length 2",
-    "predict": "--checkpoint files/made/checkpoints --data files/made/x.npy --out files/made/scores.npy",
+    "predict": "--checkpoint files/made/checkpoints --data files/made/x.npy --output files/made/scores.npy",
     "trace": "--bytes 64",
     "simulate": "--ranks 8 --up-to 64",
     "draw collective": "--collective allreduce --algorithm ring",
