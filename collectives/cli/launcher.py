@@ -55,8 +55,9 @@ class ProgramParser(argparse.ArgumentParser):
     _words: Sequence[str] = ()
 
     def __init__(self, description: str | None, usual: Sequence[str] = (), **options: Any):
-        options = {"prog": os.path.basename(sys.argv[0]), "allow_abbrev": False} | options
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        options.setdefault("prog", os.path.basename(sys.argv[0]))
+        look = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=look, allow_abbrev=False, **options)
         self.usual = usual
         self.add_argument(
             "--help-all", action=FullHelp, help="show all options and exit" if usual else argparse.SUPPRESS
