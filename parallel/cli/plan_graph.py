@@ -176,7 +176,7 @@ def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
     name, batch = arguments.graph, arguments.batch
     if name == TWO_LAYERS:
         return two_layers(batch or 1, WIDTH, HIDDEN)
-    model = None if name.endswith(".toml") else lookup("--graph", name, {TWO_LAYERS: None} | presets.models)
+    model = None if name.endswith(".toml") else lookup("--graph", name, {TWO_LAYERS: None, **presets.models})
     try:
         return read_graph(Path(name), batch) if model is None else transformer_block(model, batch or 1)
     except ValueError as error:

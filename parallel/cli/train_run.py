@@ -6,12 +6,10 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from mpi4py import MPI
@@ -42,7 +40,7 @@ from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.signals import InterruptFlag
-from parallel.runtime.throughput import Throughput, ThroughputMeter
+from parallel.runtime.throughput import Throughput, ThroughputMeter, slow_rank
 from parallel.trainer.records import EvalScore, StepRecord
 from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training
@@ -52,7 +50,6 @@ TEST_SAMPLES = 256  # windows of text in a test during the training; the final o
 TRACED = range(2, 7)  # steps of this run in its trace
 REFRESH = 0.2  # seconds between two updates of the progress bar
 LOGS = {"json": Metrics, "csv": CsvMetrics, "tensorboard": TensorBoardMetrics}  # by option
-SLOW = 1.5  # times the others' median from which a rank is reported as slow
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of `ru_maxrss`
 
 
@@ -69,21 +66,6 @@ def train(
     """
     run = TrainingRun(comm, args, training, job, keeper)
     return run.steps() or run.finish()
-
-
-def slow_rank(computes: Sequence[float]) -> tuple[int, float] | None:
-    """Rank that all others wait for, and how many times it computes as long as their median; None if there is none.
-
-    From each rank's share of time outside of communication. It is above one half on a rank that waits for no other.
-
-    >>> slow_rank([0.3, 0.9, 0.25]), slow_rank([0.8, 0.9, 0.7]), slow_rank([0.9])
-    ((1, 3.2727272727272725), None, None)
-    """
-    slowest = max(range(len(computes)), key=computes.__getitem__)
-    others = [share for rank, share in enumerate(computes) if rank != slowest]
-    if not others or computes[slowest] <= 0.5 or computes[slowest] < SLOW * median(others):
-        return None
-    return slowest, computes[slowest] / max(median(others), 1e-9)
 
 
 class CheckpointWriter:

@@ -143,7 +143,12 @@ def test_checkpoint_of_an_engine(tmp_path):
         (predict, "classes", ("--data", "x.npy", "--output", "."), "--output: . is no plain file"),
         (predict, "text", ("--data", "x.npy", "--output", "y.npy"), "x.npy does not fit gpt:tiny"),
         (predict, "classes", ("--data", "x.npz", "--output", "y.npy"), "x.npz: not a plain array"),
-        (predict, "classes", ("--data", "0.npy", "--output", "y.npy"), "0.npy: expected numbers with an axis of samples"),
+        (
+            predict,
+            "classes",
+            ("--data", "0.npy", "--output", "y.npy"),
+            "0.npy: expected numbers with an axis of samples",
+        ),
         (predict, "classes", ("--data", "x.txt", "--output", "y.npy"), "x.txt: not a plain array"),
     ],
 )
