@@ -136,13 +136,13 @@ def test_short_and_full_help(in_process, capsys):
     ],
 )
 def test_the_listed_name_like_a_wrong_one_is_added(message, added):
-    from collectives.cli.launcher import one_line
+    from collectives.cli.messages import one_line
 
     assert one_line(message) == message + f" (perhaps {added})" * (added is not None)
 
 
 def test_a_list_of_one_name_is_the_name():
-    from collectives.cli.launcher import one_line
+    from collectives.cli.messages import one_line
 
     text = "loss: expected one of cross_entropy for digits, found bec"
     assert one_line(text) == "loss: expected cross_entropy for digits, found bec"
