@@ -74,7 +74,7 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-SLOW, NOTABLE = 2.0, 0.2
+SLOW, NOTABLE = 1.5, 0.2
 """Least ratio to the others' median, and least share of its time, that a slow rank computes."""
 
 
