@@ -354,7 +354,7 @@ def test_links(nothing_left, start):
 @needs_cluster
 def test_a_slow_host(nothing_left, start):
     """Its processes run a third of the time, and a training names it. One rank a core, since others would disturb."""
-    training = "train --model mlp:medium --steps 150 --batch 256 --threads 1 --test-every 1000"
+    training = "train --model mlp:medium --steps 60 --batch 256 --threads 1 --test-every 1000"
     command = ("python", "-m", "parallel.cli.main", *training.split())
     status, out, err = start("--hosts", "2", "--slow-host", "2=3", "--", *command).end()
     assert status == 0, err
