@@ -1,5 +1,5 @@
 # First process in the namespaces of scripts/cluster:
-# _cluster.sh MPI MPIEXEC PYTHON RATE HOST=RATE MTU "NETEM OPTIONS" "RANKS RANKS ..." program...
+# _cluster.sh MPI MPIEXEC PYTHON RATE HOST=RATE HOST=FACTOR MTU "NETEM OPTIONS" "RANKS RANKS ..." program...
 # (its standard error is descriptor 3, since 2 would show a message of unshare when it is killed)
 #
 # A bridge is the switch. A host is a network namespace that holds one end of a veth pair, whose other end is a port of
@@ -8,10 +8,10 @@
 # together, as on a host that is a machine. mpiexec runs beside the bridge, on none of the hosts.
 set -Eeuo pipefail
 
-mpi="$1" mpiexec="$2" python="$3" rate="$4" slow_link="$5" mtu="$6"
-read -ra netem <<<"$7"
-read -ra ranks <<<"$8"
-shift 8
+mpi="$1" mpiexec="$2" python="$3" rate="$4" slow_link="$5" slow_host="$6" mtu="$7"
+read -ra netem <<<"$8"
+read -ra ranks <<<"$9"
+shift 9
 exec 2>&3 3>&-
 network=10.77.0 head=254 room=/run/chorus
 
@@ -64,6 +64,37 @@ cores_of() {
     (IFS=,; echo "${cores[*]:$1 * each:each}")
 }
 
+# slow_down PROCESS FACTOR: stop the processes of a host for all but 1/FACTOR of the time, in periods of 20 ms. PROCESS
+# keeps the host's namespaces.
+slow_down() {
+    "$python" - "$@" <<'SLOWER' &
+import os, signal, sys, time
+host, share = os.readlink(f"/proc/{sys.argv[1]}/ns/uts"), 1 / float(sys.argv[2])
+
+def members():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{name}/ns/uts") == host:
+                yield int(name)
+        except OSError:  # it has ended
+            continue
+
+def send(number, processes):
+    for process in processes:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            continue
+
+while True:
+    stopped = list(members())
+    send(signal.SIGSTOP, stopped)
+    time.sleep(0.02 * (1 - share))
+    send(signal.SIGCONT, stopped)
+    time.sleep(0.02 * share)
+SLOWER
+}
+
 hostname head
 ip link add eth0 type bridge
 up "$network.$head"
@@ -83,6 +114,7 @@ for ((host = 1; host <= ${#ranks[@]}; host++)); do
     shape "$own" eth0 "${inside[@]}"
     ip link set "node$host" master eth0 up
     up "$network.$host" "${inside[@]}"
+    [ "${slow_host%%=*}" != "$host" ] || slow_down "$process" "${slow_host#*=}"
     case "$mpi" in
         mpich) echo "node$host:${ranks[host - 1]}" ;;
         openmpi) echo "node$host slots=${ranks[host - 1]}" ;;

@@ -37,6 +37,8 @@ def read_report(path: Path, what: str, make: Callable[[bytes], Result]) -> Resul
         if path.exists() and not path.is_file():
             raise ValueError("no plain file")
         return make(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: expected {what}, found no such file") from None
     except FORM_ERRORS as error:
         found = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: expected {what}, found another form ({found})") from error
@@ -51,9 +53,12 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 def check_folder(folder: Path) -> None:
     """Create a folder and check that files can be created in it. OSError if not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"1")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")
+    except OSError as error:  # which may name the temporary file
+        raise type(error)(f"{folder}: {error.strerror}") from None
 
 
 def check_writable(path: Path) -> None:

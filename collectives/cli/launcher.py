@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import signal
@@ -21,14 +20,14 @@ from typing import Any, NoReturn, TextIO
 from mpi4py import MPI
 from tqdm import tqdm
 
-from collectives.errors import InvalidArgument
+from collectives.cli.messages import ALIKE, one_line, user_message
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra")
 OPEN_MPI = ("mpiexec", "mpirun", "prterun", "orterun")
 """Launchers of Open MPI that a user starts."""
 
-ALIKE = 0.7
-"""Least similarity of an option that is named in the place of an unknown one (`difflib`)."""
+RANKS = ("-N", "-np", "--n", "--np", "--nproc", "--ranks")
+"""Options of MPI launchers in whose place `chorus` takes -n."""
 
 
 class FullHelp(argparse._HelpAction):
@@ -43,8 +42,9 @@ class FullHelp(argparse._HelpAction):
 class ProgramParser(argparse.ArgumentParser):
     """Argument parser of a program in one process. Its help text keeps the description's line breaks.
 
-    `selectors` are options of the same command that select other programs, with their help texts. `usual` are names of
-    options. If there are any, --help describes these only, and --help-all all.
+    Options are written in full, as an abbreviation could mean another option than intended. `selectors` are options of
+    the same command that select other programs, with their help texts. `usual` are names of options. If there are any,
+    --help describes these only, and --help-all all.
     """
 
     selectors: Mapping[str, str] = {}
@@ -52,7 +52,8 @@ class ProgramParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None, usual: Sequence[str] = (), **options: Any):
         options.setdefault("prog", os.path.basename(sys.argv[0]))
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        look = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=look, allow_abbrev=False, **options)
         self.usual = usual
         self.add_argument(
             "--help-all", action=FullHelp, help="show all options and exit" if usual else argparse.SUPPRESS
@@ -82,18 +83,25 @@ class ProgramParser(argparse.ArgumentParser):
         known = [*self._option_string_actions, *self.selectors]
         for word in takewhile(lambda word: word != "--", self._words):
             name = word.partition("=")[0]
+            if isinstance(self, LauncherParser) and name in RANKS and name not in known:
+                message = f"unrecognized arguments: {name} (perhaps -n)"
+                break
             is_option = name.startswith("--") and " " not in word
-            if is_option and not any(option.startswith(name) for option in known):  # argparse takes prefixes
-                if close := get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE):
-                    message = f"unrecognized arguments: {name} (perhaps --{close[0]})"
+            if is_option and name not in known:
+                begun = [option for option in known if option.startswith(name) or name.startswith(f"{option}-")]
+                alike = get_close_matches(name[2:], [option[2:] for option in known], 1, ALIKE)
+                if close := begun[:3] or [f"--{option}" for option in alike]:
+                    message = f"unrecognized arguments: {name} (perhaps {' or '.join(close)})"
                 elif described := self._described(name[2:].replace("-", " ")):
                     message = f"unrecognized arguments: {name} (perhaps {described[0]})"
                 break
+        for kind, expected in (("int", "a whole number"), ("float", "a number")):
+            message = message.replace(f"invalid {kind} value: ", f"expected {expected}, found ")
         self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
 
     def _described(self, words: str) -> list[str]:
         """Options whose help texts contain the words, such as --rate for "learning rate"."""
-        found = re.compile(rf"\b{re.escape(words)}\b")
+        found = re.compile(rf"(?<![\w.]){re.escape(words)}\b", re.IGNORECASE)  # no suffix of a file's name
         return [
             each.option_strings[0] for each in self._actions if each.option_strings and found.search(each.help or "")
         ]
@@ -142,51 +150,6 @@ def world_size() -> int:
 
 PATIENCE = 2.0
 """Seconds in which all ranks meet an error of the user's. A rank that meets it alone then ends the others."""
-
-
-LONGEST_WORD = 400
-"""Characters of a word in an error message. Of a longer one, such as a user's mistake, both ends are shown."""
-
-
-LISTED = re.compile(r"(?:one of|a size of|axes of|known:|choose from) ([^;)]+)")
-"""Names in an error message, one of which is expected."""
-
-
-def one_line(message: str) -> str:
-    """A message in one line that can be read. Of the names that it lists, the one most like the wrong name is added.
-
-    >>> one_line("expected one of dp, zero1; found 'zero'")
-    "expected one of dp, zero1; found 'zero' (perhaps zero1)"
-    """
-    words = (f"{w[:60]}...{w[-20:]}" if len(w) > LONGEST_WORD else w for w in message.split())
-    line = " ".join(words)
-    if (listed := LISTED.search(line)) and (wrong := re.search("'([^' ]+)'", line)) and "(perhaps " not in line:
-        names = re.findall(r"[\w.+-]+", listed[1].replace(wrong[0], ""))
-        word = wrong[1].rpartition(":")[2]
-        begun = [name for name in names if name[:1] == word[:1]]  # cpu is not meant by gpu, but mlp by mpl
-        if close := get_close_matches(word, names, 1, ALIKE) or get_close_matches(word, begun, 1):
-            line += f" (perhaps {close[0]})"
-    return line
-
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def user_message(error: BaseException) -> str | None:
-    """One line for an error that the user causes. None for an error of the program.
-
-    Such errors are files that cannot be opened, full disks, sizes beyond the memory, environment variables, and a
-    ValueError in the form of this project: "expected ..., found ...".
-    """
-    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
-    if isinstance(error, MemoryError):
-        return one_line(f"expected sizes that fit into memory: {str(error) or 'it is full'}")
-    shared = getattr(error, "on_all_ranks", False)  # `parallel.runtime.collective_errors`, of a file on one rank
-    is_usual = type(error) is ValueError and (shared or "expected " in str(error))
-    is_usual |= isinstance(error, InvalidArgument) and str(error).startswith("CHORUS_")  # an environment variable
-    is_usual |= isinstance(error, OSError) and error.errno in FULL
-    return one_line(str(error)) if is_usual or isinstance(error, FileNotFoundError) else None
 
 
 def end_with(message: str) -> NoReturn:

@@ -151,6 +151,7 @@ def run(
     if guarded:
         start_up.wait_for_all(nodes)
     from collectives.cli import launcher
+    from collectives.cli.messages import user_message
 
     launcher.ProgramParser.selectors = selectors or {}
     if not mpi:
@@ -158,7 +159,7 @@ def run(
         try:
             sys.exit(entry())
         except Exception as error:
-            if (message := launcher.user_message(error)) is None:
+            if (message := user_message(error)) is None:
                 raise
             raise UsageError(message) from error
     check_ranks(launcher.world_size(), least)

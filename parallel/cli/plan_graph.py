@@ -112,8 +112,9 @@ def read_graph(path: Path, batch: int | None = None) -> OperatorGraph:
         raise ValueError(f"{path}: {error}") from None
 
 
+TWO_LAYERS = "two-layers"
 WIDTH, HIDDEN = 8192, 32768
-"""Widths of the graph two-layers."""
+"""Graph that is no preset model, and its widths."""
 
 
 def mesh_sizes(text: str) -> tuple[int, ...]:
@@ -173,9 +174,9 @@ def parser() -> argparse.ArgumentParser:
 def graph_of(arguments: argparse.Namespace, presets: Presets) -> OperatorGraph:
     """Graph that the arguments name. ValueError if there is none."""
     name, batch = arguments.graph, arguments.batch
-    if name == "two-layers":
+    if name == TWO_LAYERS:
         return two_layers(batch or 1, WIDTH, HIDDEN)
-    model = None if name.endswith(".toml") else lookup("--graph", name, presets.models)
+    model = None if name.endswith(".toml") else lookup("--graph", name, {TWO_LAYERS: None, **presets.models})
     try:
         return read_graph(Path(name), batch) if model is None else transformer_block(model, batch or 1)
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""Notices on standard error while ranks wait for others at the start of a program."""
+"""Notices on standard error at the start of a program: of ranks that wait for others, and of compilation."""
 
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 PATIENCE = 20.0
 """Seconds until the first notice. Each further one comes at twice the time."""
@@ -61,6 +62,20 @@ def wait_for_all(nodes: Sequence[str]) -> None:
         if (spent := time.monotonic() - began) > patience:
             patience = 2 * spent
             print(f"after {spent:.0f} s rank 0 waits for {_listed([*waiting], nodes)}", file=sys.stderr, flush=True)
+
+
+def compilation_notice(environment: Mapping[str, str]) -> str:
+    """Text for a training on GPUs whose kernels CuPy has not compiled before. Empty if it finds some in its cache.
+
+    >>> compilation_notice({"CUPY_CACHE_DIR": "/nonexistent"})
+    'kernels of the GPU are compiled at their first use, once (kept in /nonexistent): the first steps take longer'
+    """
+    folder = Path(environment.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
+    in_memory = environment.get("CUPY_CACHE_IN_MEMORY", "0") != "0"
+    if not in_memory and folder.is_dir() and next(folder.iterdir(), None) is not None:
+        return ""
+    kept = "in each run, as CUPY_CACHE_IN_MEMORY is set" if in_memory else f"once (kept in {folder})"
+    return f"kernels of the GPU are compiled at their first use, {kept}: the first steps take longer"
 
 
 def _listed(ranks: Sequence[int], nodes: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.metrics import check_tensorboard
 from parallel.cli.reports.training_output import OutputError
 from parallel.cli.restarts import add_survive, survive_error
+from parallel.cli.start_up import compilation_notice
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings
@@ -168,6 +169,8 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
     parts += f", of {resolved.stage_ranks} ranks" if resolved.stage_ranks else ""
     threads = f"{args.threads} thread{'s' * (args.threads != 1)}"
     say(f"{resolved.layout} on {ranks} rank{'s' * (ranks != 1)} of {threads}{parts}, {plan.steps} steps")
+    if chosen.device == "cuda" and comm.Get_rank() == 0 and (notice := compilation_notice(os.environ)):
+        print(notice, file=sys.stderr, flush=True)
     crowd = resources.crowd(comm, args.threads)
     for remark in (*plan.remarks, *([crowd] if crowd else [])):
         say(remark)

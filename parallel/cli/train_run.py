@@ -40,7 +40,7 @@ from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
 from parallel.runtime.profiler import ProfilerEvent
 from parallel.runtime.signals import InterruptFlag
-from parallel.runtime.throughput import Throughput, ThroughputMeter
+from parallel.runtime.throughput import Throughput, ThroughputMeter, slow_rank
 from parallel.trainer.records import EvalScore, StepRecord
 from parallel.trainer.state_keeper import StateKeeper
 from parallel.trainer.trainer import Training
@@ -160,6 +160,7 @@ class TrainingRun:
         self._events: list[ProfilerEvent] = []
         self._test_text = ""
         self._is_early = False  # ended by its tests
+        self._nodes = comm.allgather(MPI.Get_processor_name())
 
     def _path(self, log: str) -> Path | None:
         """Path of a log, on the rank that reports."""
@@ -292,6 +293,9 @@ class TrainingRun:
         spent = f"{training.done} steps and {format_time(final['seconds'])}"
         part = f" on {count} of {every} samples" if count < every else ""
         say(f"{format_score(score)}{part} after {spent}; {format_speed(training, speed)}")
+        if slow := slow_rank([1 - share for share in final["by_rank"]["communication_share"]]):
+            rank, times = slow
+            say(f"rank {rank} on {self._nodes[rank]} computes {times:.1f} times as long as the other ranks")
         if args.checkpoint and not checkpoints.problem:
             say(f"checkpoints are in {args.checkpoint}")
         if training.fault_tolerant and not training.is_reporter:

@@ -86,7 +86,8 @@ def _opened(comm: Any, path: Path) -> Checkpoint:
     """A checkpoint, or the newest in a folder. Collective."""
     newest = path if NAME.fullmatch(path.name) else latest(comm, path)
     if newest is None:
-        raise CheckpointError(f"{path} has no checkpoints")
+        found = "none in it" if path.is_dir() else "a file" if path.exists() else "no such folder"
+        raise CheckpointError(f"{path}: expected a folder with checkpoints of chorus train, found {found}")
     return Checkpoint(comm, newest)
 
 
@@ -155,12 +156,13 @@ def save(path: Path, trained: TrainedModel, made: Operator) -> None:
     safetensors_file.save(path, arrays, about)
 
 
-def load(path: Path) -> TrainedModel:
+def load(path: str | Path) -> TrainedModel:
     """Read a model written by `save`. FileNotFoundError if there is none.
 
     ValueError if it is another file, lacks an array, or has one of another shape, or quantised where it must not be,
     or lacks buffers.
     """
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
     about = safetensors_file.about(path)

@@ -1,5 +1,6 @@
 """Collective errors: an error on one rank is raised on all ranks, so that none hangs in a collective."""
 
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -12,9 +13,11 @@ PLAIN = (OSError, ValueError, TypeError, ImportError, MemoryError, RuntimeError)
 
 
 def describe(problem: BaseException) -> str:
-    """Text of an exception: its message (or class name if empty) and its notes."""
+    """Text of an exception: its message (or class name if empty), of a file its name first, and its notes."""
     notes = getattr(problem, "__notes__", ())
-    return (str(problem) or type(problem).__name__) + "".join(f" ({note})" for note in notes)
+    is_of_file = isinstance(problem, OSError) and problem.filename is not None and problem.strerror is not None
+    text = f"{os.fsdecode(problem.filename)}: {problem.strerror}" if is_of_file else str(problem)  # type: ignore
+    return (text or type(problem).__name__) + "".join(f" ({note})" for note in notes)
 
 
 def _message(problem: BaseException) -> str:

@@ -1,6 +1,8 @@
 """Training throughput: samples per second, share of communication, utilisation of the peak FLOPs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from mpi4py import MPI
@@ -70,3 +72,22 @@ class ThroughputMeter:
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
+
+
+SLOW, NOTABLE = 1.5, 0.2
+"""Least ratio to the others' median, and least share of its time, that a slow rank computes."""
+
+
+def slow_rank(computes: Sequence[float]) -> tuple[int, float] | None:
+    """Rank that the others wait for, and how many times it computes as long as their median. None if there is none.
+
+    From each rank's share of time outside of communication.
+
+    >>> slow_rank([0.2, 0.6, 0.3]), slow_rank([0.8, 0.9, 0.7]), slow_rank([0.01, 0.1]), slow_rank([0.9])
+    ((1, 2.4), None, None, None)
+    """
+    slowest = max(range(len(computes)), key=computes.__getitem__)
+    others = [share for rank, share in enumerate(computes) if rank != slowest]
+    if not others or computes[slowest] < max(NOTABLE, SLOW * median(others)):
+        return None
+    return slowest, computes[slowest] / max(median(others), 1e-9)

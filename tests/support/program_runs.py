@@ -6,7 +6,7 @@ import subprocess
 import sys
 from unittest import mock
 
-from collectives.cli import launcher
+from collectives.cli.messages import user_message
 
 
 def call(main, *arguments):
@@ -18,7 +18,7 @@ def call(main, *arguments):
         except SystemExit as end:
             status = end.code
         except Exception as error:
-            message = launcher.user_message(error)
+            message = user_message(error)
             if message is None:
                 raise
             print(message, file=err)

@@ -80,7 +80,7 @@ WRONG = {
     "momentum": (lambda tmp: ["--momentum", "0.5"], "momentum: it belongs to sgd, and the optimizer is adamw"),
     "beta2": (lambda tmp: ["--optimizer", "sgd", "--beta2", "0.9"], "beta2: it belongs to adam, adamw, lamb, and the"),
     "length": (lambda tmp: ["--length", "64"], "length: it belongs to texts, of which it cuts sequences"),
-    "loss": (lambda tmp: ["--loss", "l1"], "loss: expected one of cross_entropy for digits, found l1"),
+    "loss": (lambda tmp: ["--loss", "l1"], "loss: expected cross_entropy for digits, found l1"),
     "number of a loss": (lambda tmp: ["--loss", "cross_entropy:x"], "loss: expected numbers, found 'x'"),
     "smoothing": (lambda tmp: ["--loss", "cross_entropy:1"], "smoothing: expected 0 to below 1, found 1.0"),
     "class weights": (lambda tmp: ["--class-weights", "1,2"], "class_weights: expected 10 weights of classes"),

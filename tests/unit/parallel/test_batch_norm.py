@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.standin import cupy
 
 from parallel import nn
 from parallel.nn.flat_params import FlatParams
@@ -79,6 +80,8 @@ def test_refusals():
             norm.forward(np.ones(wrong), nn.PassMode())
     with pytest.raises(ValueError, match="expected several values of each feature in training, found one"):
         norm.forward(np.ones((1, 3)), nn.PassMode())
+    with pytest.raises(TypeError, match=r"BatchNorm .*: expected arrays on the host, as of device='cpu'"):
+        norm.forward(cupy.asarray(np.ones((4, 3))), nn.PassMode())
     with pytest.raises(ValueError, match="sync needs an engine in a layout dp or zero"):
         made(sync=True).forward(np.ones((4, 3)), nn.PassMode())
     for options in ({"eps": 0}, {"momentum": 2}, {"momentum": float("nan")}):

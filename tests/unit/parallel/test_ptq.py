@@ -454,7 +454,7 @@ def test_widths_of_their_own_beat_one_for_all(job, sensitivity):
 
 
 def test_checkpoints_that_will_not_do(tmp_path):
-    with pytest.raises(CheckpointError, match="has no checkpoints"):
+    with pytest.raises(CheckpointError, match="expected a folder with checkpoints of chorus train, found"):
         load_model.from_checkpoint(SELF, tmp_path / "none")
     said = complete({"data": "teacher_classes", "model": "mlp:tiny", "steps": 2})
     with Training(said, Communicator(SELF)) as training:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from parallel.cli import batch_job
+from parallel.cli import batch_job, start_up
 from parallel.cli.batch_job import BatchJob, TimeLimit, cpus_of, find_job, launch_error, seconds_of
 from parallel.cli.main import rank_of_launcher
 from parallel.runtime import signals
@@ -126,3 +126,41 @@ def test_signals_of_batch_systems_are_no_insistence(monkeypatch, numbers):
             signal.signal(number, handler)
     assert interrupt.number == numbers[0]
     assert ended == ([numbers[-1]] if numbers in INSISTING else [])
+
+
+def test_the_first_compilation_is_announced(tmp_path):
+    folder = {"CUPY_CACHE_DIR": str(tmp_path)}
+    assert "compiled at their first use, once" in start_up.compilation_notice(folder)
+    assert "in each run" in start_up.compilation_notice({**folder, "CUPY_CACHE_IN_MEMORY": "1"})
+    (tmp_path / "a.cubin").touch()
+    assert start_up.compilation_notice(folder) == ""
+
+
+def test_ranks_that_are_late_are_named_with_their_nodes(monkeypatch, capsys):
+    """Ranks 1 and 3 arrive after the first notice, and rank 3 after the second one."""
+
+    class Request:
+        def __init__(self, arrival):
+            self.arrival = arrival
+
+        def Test(self):
+            return clock[0] >= self.arrival
+
+    class World:
+        def Get_rank(self):
+            return 0
+
+        def Get_size(self):
+            return 4
+
+        def Irecv(self, buffer, rank, tag):
+            return Request({1: 30, 2: 5, 3: 50}[rank])
+
+    clock = [0.0]
+    monkeypatch.setattr("mpi4py.MPI.COMM_WORLD", World())
+    monkeypatch.setattr(start_up.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(start_up.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 1))
+    start_up.wait_for_all(["a", "a", "b", "b"])
+    assert capsys.readouterr().err == (
+        "after 21 s rank 0 waits for rank 1 on a, rank 3 on b\nafter 43 s rank 0 waits for rank 3 on b\n"
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import needs_mpiexec
+from support.wrong_command_lines import parser_of
 
 from parallel.cli import main as chorus
 from parallel.cli.programs import PROGRAMS
@@ -129,12 +130,37 @@ def test_short_and_full_help(in_process, capsys):
         ("expected a whole number from 1 on, found '-4'", None),
         ("expected one of ring, tree; found 'xyz'", None),
         ("expected one of ring, tree; found 'rin' (perhaps ring)", None),
+        ("loss: expected one of mse, bce for teacher, found bec", "bce"),
+        ("mesh: expected axes of dp, tp, found tpp in tpp=2", "tp"),
+        ("argument --specs: expected some of int8_g32, Q8_0, found 'int8_32'", "int8_g32"),
     ],
 )
 def test_the_listed_name_like_a_wrong_one_is_added(message, added):
-    from collectives.cli.launcher import one_line
+    from collectives.cli.messages import one_line
 
     assert one_line(message) == message + f" (perhaps {added})" * (added is not None)
+
+
+def test_a_list_of_one_name_is_the_name():
+    from collectives.cli.messages import one_line
+
+    text = "loss: expected one of cross_entropy for digits, found bec"
+    assert one_line(text) == "loss: expected cross_entropy for digits, found bec"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_option_is_abbreviated(name, in_process, capsys):
+    """Every option without its last letter is refused, and the error suggests the whole one."""
+    sys.argv = [name]
+    parser = parser_of(name)
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    for option in options:
+        if (short := option[:-1]) in options:
+            continue
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([short, "1"])
+        error = capsys.readouterr().err
+        assert f"unrecognized arguments: {short} (perhaps " in error and option in error, error
 
 
 @pytest.mark.parametrize(
@@ -147,6 +173,12 @@ def test_the_listed_name_like_a_wrong_one_is_added(message, added):
         (["plan", "--clustr=h100:8"], "unrecognized arguments: --clustr (perhaps --cluster)"),
         (["plan", "--cluster", "h100:8", "--layouts", "8"], "unrecognized arguments: --layouts (perhaps --top)"),
         (["bench", "collectives", "--zzzz", "1"], "unrecognized arguments: --zzzz 1"),
+        (["train", "--micro", "3"], "unrecognized arguments: --micro (perhaps --micro-batch or --microbatches)"),
+        (["train", "--batch-size", "8"], "unrecognized arguments: --batch-size (perhaps --batch)"),
+        (["train", "-np", "4"], "unrecognized arguments: -np (perhaps -n)"),
+        (["bench", "collectives", "--ranks=4"], "unrecognized arguments: --ranks (perhaps -n)"),
+        (["train", "--steps", "abc"], "argument --steps: expected a whole number, found 'abc'"),
+        (["plan", "--graph", "two-layer", "--cluster", "a100:2"], "; found 'two-layer' (perhaps two-layers)"),
     ],
 )
 def test_mistyped_options(words, message, in_process, capsys):

@@ -352,6 +352,16 @@ def test_links(nothing_left, start):
 
 
 @needs_cluster
+def test_a_slow_host(nothing_left, start):
+    """Its processes run a third of the time, and a training names it. One rank a core, since others would disturb."""
+    training = "train --model mlp:medium --steps 60 --batch 256 --threads 1 --test-every 1000"
+    command = ("python", "-m", "parallel.cli.main", *training.split())
+    status, out, err = start("--hosts", "2", "--slow-host", "2=3", "--", *command).end()
+    assert status == 0, err
+    assert re.search(r"rank 1 on node2 computes \d+\.\d times as long as the other ranks", out), out
+
+
+@needs_cluster
 @pytest.mark.skipif(not NETEM, reason="this kernel has no netem")
 def test_delay(start):
     status, out, err = start("--hosts", "2", "--delay", "20ms", "--", "python", "-c", ROUND_TRIP).end()
@@ -380,6 +390,8 @@ def test_no_delay_without_netem(nothing_left, start):
         (["--per-host", "0", "--", "true"], "not '0'"),
         (["--hosts", "2", "--per-host", "1,3,2", "--", "true"], "--per-host 1,3,2 has 3 hosts, --hosts says 2"),
         (["--hosts", "2", "--slow-link", "3=1mbit", "--", "true"], "--slow-link takes a host's number and a rate"),
+        (["--hosts", "2", "--slow-host", "3=2", "--", "true"], "--slow-host takes a host's number and a factor"),
+        (["--slow-host", "2=0.5", "--", "true"], "like 2=3, not '2=0.5'"),
         (["--mtu", "x", "--", "true"], "--mtu takes bytes, from 100 on, not 'x'"),
         (["--mpi", "intel", "--", "true"], "--mpi takes auto, mpich or openmpi, not 'intel'"),
     ],

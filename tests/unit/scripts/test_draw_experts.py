@@ -65,7 +65,7 @@ def test_wrong_requests(tmp_path):
     path = written(tmp_path, LINES[1:2])
     for arguments, message in (
         ((path,), "expected the metrics of a model with mixtures of experts"),
-        ((tmp_path / "none",), "No such file or directory"),
+        ((tmp_path / "none",), "found no such file"),
         ((path, "--rows", 0), "--rows: expected a whole number from 1 on, found '0'"),
     ):
         done = script(*arguments)

@@ -110,7 +110,10 @@ def broken(folder, tmp_path):
 
 
 WRONG = {
-    "no checkpoint": (lambda at, tmp: ["--checkpoint", tmp / "none"], "none has no checkpoints"),
+    "no checkpoint": (
+        lambda at, tmp: ["--checkpoint", tmp / "none"],
+        "none: expected a folder with checkpoints of chorus train, found no such folder",
+    ),
     "no such step": (lambda at, tmp: ["--checkpoint", tmp / "step-000000001"], "there is no such folder"),
     "spec": (lambda at, tmp: ["--checkpoint", at, "--spec", "int9"], "--spec: no spec 'int9': expected a preset (INT8"),
     "group of nothing": (lambda at, tmp: ["--checkpoint", at, "--spec", "int4_g0"], "--spec: size: expected at least"),

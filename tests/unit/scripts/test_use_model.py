@@ -94,7 +94,7 @@ INPUTS = {
 @pytest.mark.parametrize("name", INPUTS)
 def test_scores_are_written(folders, tmp_path, name):
     np.save(tmp_path / "x.npy", INPUTS[name])
-    files = ["--data", tmp_path / "x.npy", "--out", tmp_path / "new" / "y"]
+    files = ["--data", tmp_path / "x.npy", "--output", tmp_path / "new" / "y"]
     ended = call(predict.main, "--checkpoint", folders[name], *files)
     assert ended.returncode == 0, ended.stderr
     x = INPUTS[name][:, None] if name == "images" else INPUTS[name]
@@ -128,7 +128,7 @@ def test_checkpoint_of_an_engine(tmp_path):
     """Whose model only its program knows."""
     with Engine(nn.mlp([4, 3]), nn.SoftmaxCrossEntropy(), SELF, AdamW(lr=0.1)) as engine:
         engine.save(tmp_path)
-    ended = call(predict.main, "--checkpoint", tmp_path, "--data", "x.npy", "--out", "y.npy")
+    ended = call(predict.main, "--checkpoint", tmp_path, "--data", "x.npy", "--output", "y.npy")
     assert ended.returncode == 2 and "is not of chorus train: the program that wrote it has its model" in ended.stderr
 
 
@@ -138,13 +138,18 @@ def test_checkpoint_of_an_engine(tmp_path):
         (generate, "classes", (), "expected a model gpt or gpt-moe, found mlp:tiny"),
         (generate, "text", ("--prompt", ""), "prompt: expected at least one token, found none"),
         (generate, "text", ("--temperature", "-1"), "argument --temperature: expected a number from 0 on"),
-        (generate, None, (), "has no checkpoints"),
-        (predict, "classes", ("--data", "none.npy", "--out", "y.npy"), "none.npy"),
-        (predict, "classes", ("--data", "x.npy", "--out", "."), "--output: . is no plain file"),
-        (predict, "text", ("--data", "x.npy", "--out", "y.npy"), "x.npy does not fit gpt:tiny"),
-        (predict, "classes", ("--data", "x.npz", "--out", "y.npy"), "x.npz: not a plain array"),
-        (predict, "classes", ("--data", "0.npy", "--out", "y.npy"), "0.npy: expected numbers with an axis of samples"),
-        (predict, "classes", ("--data", "x.txt", "--out", "y.npy"), "x.txt: not a plain array"),
+        (generate, None, (), "expected a folder with checkpoints of chorus train"),
+        (predict, "classes", ("--data", "none.npy", "--output", "y.npy"), "none.npy"),
+        (predict, "classes", ("--data", "x.npy", "--output", "."), "--output: . is no plain file"),
+        (predict, "text", ("--data", "x.npy", "--output", "y.npy"), "x.npy does not fit gpt:tiny"),
+        (predict, "classes", ("--data", "x.npz", "--output", "y.npy"), "x.npz: not a plain array"),
+        (
+            predict,
+            "classes",
+            ("--data", "0.npy", "--output", "y.npy"),
+            "0.npy: expected numbers with an axis of samples",
+        ),
+        (predict, "classes", ("--data", "x.txt", "--output", "y.npy"), "x.txt: not a plain array"),
     ],
 )
 def test_mistakes(folders, tmp_path, monkeypatch, program, name, options, text):

@@ -95,7 +95,7 @@ def test_own_options_are_not_for_the_training():
         (["--limit", "-1"], "argument --limit: "),
         (["--compress", "zip"], "compress: expected one of int8, "),
         (["--batch", "0"], "batch: expected a number from 1 on, found 0"),
-        (["--batch", "4M"], "argument --batch: invalid int value: '4M'"),
+        (["--batch", "4M"], "argument --batch: expected a whole number, found '4M'"),
         (["--limit", "nan"], "argument --limit: expected a number from 1 on, found 'nan'"),
         (["--threads", "0"], "--threads: expected 1 or more, found 0"),
         (["--threads", "9" * 20], "--threads: expected at most 65536, found 99999"),
