@@ -46,6 +46,9 @@ from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_i
 USUAL = ("data", "model", "layout", "mesh", "batch", "epochs", "steps", "rate", "checkpoint", "resume")
 """Options in --help. --help-all has the others."""
 
+KEPT = (*settings.MESHES, "ps")
+"""Layouts whose states can be kept in memory."""
+
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
 
@@ -126,8 +129,8 @@ def begin(
     given = {name: getattr(args, name, None) for name in settings.OPTIONS}
     given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
     chosen = complete(given, settings_in(found) if found else None)
-    if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
-        raise ValueError(f"--survive: expected --layout {', '.join(settings.MESHES)}, found {layout}")
+    if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in KEPT:
+        raise ValueError(f"--survive: expected --layout {', '.join(KEPT)}, found {layout}")
     limit_threads(comm, args, chosen)
     # a kept state fits no other division of the tensors: what was measured then is not measured again
     training = Training(chosen, comm, kept.resolved() if kept else None)
