@@ -6,7 +6,7 @@ python tests/studies/restart_ranks.py --layouts ps "ps ssp:3" --servers --times 
 
 A training passes if it exits with status 0, its last checkpoint has the bits of an undisturbed run, it goes on from at
 most the given number of steps before each kill, and leaves no memory. Of an asynchronous layout, whose bits differ in
-each run, the loss of the test must be near. With --kills 2 a rank is killed again after the restart, and with
+each run, the loss of the test must be near. With --kills 2 the rank is killed again after the restart, and with
 --servers only servers are. MPIEXEC names the mpiexec.
 """
 
@@ -194,7 +194,8 @@ def main() -> int:
         for _ in range(args.times):
             moments = sorted(rng.sample(range(1, args.steps - 3), args.kills))
             victims = SERVERS if args.servers and layout.startswith("ps") else args.ranks
-            kills = [Kill(rng.randrange(victims), at, rng.random() * 0.03) for at in moments]
+            victim = rng.randrange(victims)
+            kills = [Kill(victim, at, rng.random() * 0.03) for at in moments]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 words = [*command(args, layout, folder), "--survive", "--survive-every", str(args.survive_every)]

@@ -147,12 +147,20 @@ def _without_record(waiting: Sequence[tuple[Calls, Any]], known: Mapping[int, Ca
 def _in_the_call(ranks: Sequence[Calls], waiting: Sequence[tuple[Calls, Any]], now: int) -> Iterator[str]:
     """Ranks that have made the calls of the waiting ones, and do not go on in them."""
     places = {place(call) for _, call in waiting}
+    gone = [one for one in ranks if not one.is_well]
+    stuck = {one.record.rank for one in [one for one in gone if not _has_ended(one, places)] or gone}
     for one in ranks:
-        if not one.is_well:
+        if one.record.rank in stuck:
             yield f"rank {one.record.rank} {condition(one.record, now)}"
         for call in one.calls[-COMPARED:]:
             if call["state"] in (CallState.WAS_LEFT, CallState.HAS_FAILED) and place(call) in places:
                 yield f"rank {one.record.rank} has left {describe_call(call)} before its end"
+
+
+def _has_ended(one: Calls, places: set[Place]) -> bool:
+    """True if a rank has left the program, and ended its calls at these places before."""
+    is_left = one.record.state == RankState.HAS_LEFT
+    return is_left and all(call["state"] == CallState.HAS_ENDED for call in one.calls if place(call) in places)
 
 
 def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]:

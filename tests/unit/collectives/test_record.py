@@ -223,8 +223,27 @@ WAITS, MADE = (3, 10**9, 0, 1, 2), (2, 1, 2, -1, -1)
             [r"rank 2 has left allreduce .* #3 before its end"],
         ),
         ([record(0, calls=[(3, 1, 0, -1, 2)], pid=(1 << 22) + 1)], ["rank 2 has no record.*", "rank 0 has died.*"]),
+        (
+            [
+                record(0, calls=[(2, 1, 0, -1, 1)]),
+                record(1, calls=[(2, 1, 0, -1, -1)], pid=(1 << 22) + 1),
+                record(2, calls=[MADE], rank_state=RankState.HAS_LEFT),
+            ],
+            [r"rank 1 has died, after .* #2"],
+        ),
     ],
-    ids=["none", "own code", "left", "never", "other call", "order", "unknown", "left the call", "dead"],
+    ids=[
+        "none",
+        "own code",
+        "left",
+        "never",
+        "other call",
+        "order",
+        "unknown",
+        "left the call",
+        "dead",
+        "dead in a call",
+    ],
 )
 def test_causes_of_waits(memories, expected):
     found = causes(map(of, memories), 5 * 10**9)
