@@ -94,7 +94,11 @@ EVEN = ("training-pp", "training-tp")
 ENDS = 10.0
 """Seconds at most from a fault to the end."""
 
-CONDITIONS = {"stop": "is stopped", "exit": "has left the program", "raise": "has ended by InjectedFault"}
+CONDITIONS = {
+    "stop": "is stopped",
+    "exit": "has left (the program|a call in the middle: SystemExit)",
+    "raise": "has ended by InjectedFault",
+}
 
 
 def wrong(planned: Fault, found: Outcome) -> str:
@@ -111,18 +115,24 @@ def wrong(planned: Fault, found: Outcome) -> str:
         return "no report"
     if found.reported > TIMEOUT + 2:
         return f"reported after {found.reported:.1f} s"
-    if kind in CONDITIONS and not re.search(rf"{rank} {CONDITIONS[kind]}", report):
+    if kind in CONDITIONS and not re.search(rf"{rank} {CONDITIONS[kind]}", found.text + report):
         return "not its rank"
     if kind == "kill" and not re.search(rf"{rank} has died|{rank}.*(killed|signal)", found.text + report, re.I):
         return "not its rank"
-    if kind in ("skip", "more", "diverge") and not re.search(rf"{rank}|wrong", found.text):
+    if is_own_error(planned, found):
+        return ""
+    if kind in ("skip", "more", "diverge") and not re.search(rank, report):
         return "not its rank"
-    is_wrong_data = "wrong" in report  # found by the program itself, in its line
-    if not is_wrong_data and kind != "kill" and "#" not in report and "before its first call" not in report:
+    has_call = "#" in report or "before its first call" in report or "a call in the middle" in found.text
+    if not has_call and not (kind == "kill" and "killed" in report):
         return "no call"
-    if kind == "raise" and not re.search(r'program\.py", line \d+', found.text):
-        return "no line"
-    return ""
+    return "" if kind != "raise" or re.search(r'program\.py", line \d+', found.text) else "no line"
+
+
+def is_own_error(planned: Fault, found: Outcome) -> bool:
+    """True if the data of a wrong call have led to an error of the program itself, at a line of it."""
+    is_other = "rank" in found.report or found.report.startswith("collectives.")
+    return planned.kind in ("skip", "more", "diverge") and not is_other and 'program.py", line' in found.text
 
 
 class Drilled(NamedTuple):
@@ -187,12 +197,12 @@ def main() -> int:
             if problem:
                 print(found.text)
             missed += bool(problem)
-            table[kind, problem and "missed"] += 1
+            table[kind, "missed" if problem else "own error" if is_own_error(planned, found) else "right"] += 1
             longest[kind] = max(longest[kind], found.ended)
-    print(f"{'kind':<10}{'faults':>8}{'right':>8}{'longest end':>14}")
+    print(f"{'kind':<10}{'right':>8}{'own error':>11}{'missed':>8}{'longest end':>14}")
     for kind in kinds:
-        right = table[kind, ""]
-        print(f"{kind:<10}{right + table[kind, 'missed']:>8}{right:>8}{longest[kind]:>12.1f} s")
+        right, own, bad = (table[kind, how] for how in ("right", "own error", "missed"))
+        print(f"{kind:<10}{right:>8}{own:>11}{bad:>8}{longest[kind]:>12.1f} s")
     print(f"{times - missed} of {times} as they should be")
     return int(missed > 0)
 

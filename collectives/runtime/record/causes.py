@@ -111,11 +111,15 @@ def _others(made: Mapping[int, int], rank: int) -> list[int]:
 
 
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
-    """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits."""
+    """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits.
+
+    After an exception on a rank also the first calls that differ: messages of another call may have caused it.
+    """
     ranks = sorted(map(calls_of, records), key=lambda one: one.record.rank)
     waiting = [(one, call) for one in ranks for call in one.active]
     if not waiting:
-        return []
+        differing = different_calls(ranks) if any(one.record.text("last_words") for one in ranks) else ""
+        return [differing] * bool(differing)
     missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
     for one, call in waiting:
         for other in ranks:
@@ -149,7 +153,7 @@ def _in_the_call(ranks: Sequence[Calls], waiting: Sequence[tuple[Calls, Any]], n
     places = {place(call) for _, call in waiting}
     gone = [one for one in ranks if not one.is_well]
     stuck = {one.record.rank for one in [one for one in gone if not _has_ended(one, places)] or gone}
-    for one in ranks:
+    for one in sorted(ranks, key=lambda one: bool(one.active)):  # waiting ones may have been ended with the others
         if one.record.rank in stuck:
             yield f"rank {one.record.rank} {condition(one.record, now)}"
         for call in one.calls[-COMPARED:]:
@@ -159,8 +163,8 @@ def _in_the_call(ranks: Sequence[Calls], waiting: Sequence[tuple[Calls, Any]], n
 
 def _has_ended(one: Calls, places: set[Place]) -> bool:
     """True if a rank has left the program, and ended its calls at these places before."""
-    is_left = one.record.state == RankState.HAS_LEFT
-    return is_left and all(call["state"] == CallState.HAS_ENDED for call in one.calls if place(call) in places)
+    made = [call["state"] == CallState.HAS_ENDED for call in one.calls if place(call) in places]
+    return one.record.state == RankState.HAS_LEFT and bool(made) and all(made)
 
 
 def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]:

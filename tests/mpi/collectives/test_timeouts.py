@@ -349,8 +349,8 @@ def test_a_rank_that_is_stopped_for_20_seconds(world, shared):
     with opened(world, shared=shared) as comm:
         wait(comm, "blocking")
         if is_last(comm):
-            subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
+            with subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
         began, before = time.monotonic(), time.process_time()
         wait(comm, "blocking")
         used, waited = time.process_time() - before, time.monotonic() - began
