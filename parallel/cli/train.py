@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from collectives.errors import OutOfMemory
+from collectives.errors import OutOfMemory, PeerFailed
 from collectives.units import short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
@@ -32,12 +32,13 @@ from parallel.cli.batch_job import BatchJob, cpus_of, find_job
 from parallel.cli.reports.metrics import check_tensorboard
 from parallel.cli.reports.training_output import OutputError
 from parallel.cli.restarts import add_survive, survive_error
+from parallel.cli.survivors import Survivors
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
+from parallel.runtime.consistency_check import ParameterMismatch, RankLeft, StepFailed
 from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.recipes import complete
 from parallel.trainer.state_keeper import StateKeeper
@@ -127,7 +128,7 @@ def begin(
     kept = keeper.newest() if keeper else None
     found = kept or resumed(comm, args, is_restarted(job) or (keeper is not None and keeper.attempt > 0))
     given = {name: getattr(args, name, None) for name in settings.OPTIONS}
-    given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
+    given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant() and keeper is None}
     chosen = complete(given, settings_in(found) if found else None)
     if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in KEPT:
         raise ValueError(f"--survive: expected --layout {', '.join(KEPT)}, found {layout}")
@@ -176,13 +177,19 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
         say(remark)
 
 
+_locks: list[int] = []
+
+
 def lock_checkpoints(folder: Path) -> None:
     """Create and lock a checkpoint folder until this process ends. OSError if not writable, or locked by another."""
     check_folder(folder)
+    while _locks:  # of the training before a death
+        os.close(_locks.pop())
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _locks.append(descriptor)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
@@ -209,25 +216,53 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(problem)
     with contextlib.suppress(ValueError):  # raised again on all ranks
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
-    comm = Communicator(MPI.COMM_WORLD)
+    survivors = Survivors() if args.survive is not None and watchdog.fault_tolerant() else None
+    comm = survivors.comm if survivors else Communicator(MPI.COMM_WORLD)
+    if survivors is not None:
+        args.survive_in = args.survive_in or (survivors.folder, "0")
     job = job_of(comm)
     with keeper_of(comm, args) or contextlib.nullcontext() as keeper:
-        try:
-            training = begin(comm, args, job, keeper)
-        except (CheckpointError, OutOfMemory, ValueError) as error:
-            parser.error(str(error))
-        with training:
+        while True:
             try:
-                code = train(comm, args, training, job, keeper)
-            except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
-                text = f"{parser.prog}: error: {error}"
-                alone = training.fault_tolerant and not training.is_reporter
-                if alone and isinstance(error, StepFailed) and not error.elsewhere:
-                    print(text, file=sys.stderr)  # the reporter has no error
-                say(text)
-                code = 1
-                if keeper is not None:
-                    keeper.problem = error
+                code = run(comm, parser, args, job, keeper)
+                break
+            except (StepFailed, PeerFailed, RankLeft, MPI.Exception):
+                if survivors is None or keeper is None or not survivors.shrink():
+                    raise
+                comm = survivors.comm
+                keeper.shrink(comm)
+                say(f"a rank has died: {comm.Get_size()} ranks go on")
+    if survivors is not None:
+        survivors.end(code)
+    return code
+
+
+def run(
+    comm: Communicator,
+    parser: launcher.LauncherParser,
+    args: argparse.Namespace,
+    job: BatchJob | None,
+    keeper: StateKeeper | None,
+) -> int:
+    """Begin or resume a training, and run it. Returns the exit status. Raises after a death if ranks survive it."""
+    try:
+        training = begin(comm, args, job, keeper)
+    except (CheckpointError, OutOfMemory, ValueError) as error:
+        parser.error(str(error))
+    with training:
+        try:
+            code = train(comm, args, training, job, keeper)
+        except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
+            if keeper is not None and watchdog.fault_tolerant() and isinstance(error, StepFailed):
+                raise
+            text = f"{parser.prog}: error: {error}"
+            alone = training.fault_tolerant and not training.is_reporter
+            if alone and isinstance(error, StepFailed) and not error.elsewhere:
+                print(text, file=sys.stderr)  # the reporter has no error
+            say(text)
+            code = 1
+            if keeper is not None:
+                keeper.problem = error
     if training.fault_tolerant:
         launcher.exit_now(code)
     return code

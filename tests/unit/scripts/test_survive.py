@@ -73,6 +73,8 @@ LAYOUTS = {
     "compressed": (2, ["--compress", "topk:0.1"]),
     "pp": (2, ["--layout", "pp", "--cuts", "0,1,2"]),
     "dp x tp": (4, ["--mesh", "dp=2,tp=2"]),
+    "ps": (3, ["--layout", "ps", "--servers", "2", "--reproducible"]),
+    "ps of replicas": (4, ["--layout", "ps", "--servers", "2", "--replicas", "2", "--reproducible"]),
 }
 
 
