@@ -20,9 +20,6 @@ from collectives.runtime.requests.program_end import open_communicators
 from collectives.transport.waits import watchers
 from parallel.cli import watchdog
 
-LAYOUTS = ("dp",)
-"""Layouts in which every rank has the whole state."""
-
 NOTICED = 2.0
 """Seconds in which all ranks learn of a death at most."""
 

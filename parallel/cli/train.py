@@ -111,11 +111,11 @@ def is_restarted(job: BatchJob | None) -> bool:
     return job is not None and job.restarts > 0
 
 
-def keeper_of(comm: Communicator, args: argparse.Namespace) -> StateKeeper | None:
-    """Keeper of the state with --survive, else None. Collective."""
+def keeper_of(comm: Communicator, args: argparse.Namespace, folder: Path | None) -> StateKeeper | None:
+    """Keeper of the state with --survive, in `folder` unless a launcher has named one, else None. Collective."""
     if args.survive is None:
         return None
-    folder, attempt = args.survive_in
+    folder, attempt = args.survive_in or (folder, 0)
     return StateKeeper(comm, Path(folder), int(attempt), args.survive, args.survive_every)
 
 
@@ -144,6 +144,10 @@ def begin(
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
     if keeper is not None:  # after resume(): it may remove the states
         keeper.begin(training)
+        if args.survive_in is None and not keeper.can_shrink:
+            raise ValueError(
+                f"--survive: without -n expected --layout dp and no mesh, found {training.settings.layout}"
+            )
     if found is not None:
         for name, (there, here) in changed(found, chosen).items():
             say(f"  {name} was {there}, and is {here} now")
@@ -218,16 +222,14 @@ def main(argv: list[str] | None = None) -> int:
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
     survivors = Survivors() if args.survive is not None and watchdog.fault_tolerant() else None
     comm = survivors.comm if survivors else Communicator(MPI.COMM_WORLD)
-    if survivors is not None:
-        args.survive_in = args.survive_in or (survivors.folder, "0")
     job = job_of(comm)
-    with keeper_of(comm, args) or contextlib.nullcontext() as keeper:
+    with keeper_of(comm, args, survivors and survivors.folder) or contextlib.nullcontext() as keeper:
         while True:
             try:
                 code = run(comm, parser, args, job, keeper)
                 break
             except (StepFailed, PeerFailed, RankLeft, MPI.Exception):
-                if survivors is None or keeper is None or not survivors.shrink():
+                if survivors is None or keeper is None or not keeper.can_shrink or not survivors.shrink():
                     raise
                 comm = survivors.comm
                 keeper.shrink(comm)

@@ -21,6 +21,7 @@ from collectives.errors import PeerFailed
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.state_segment import HEADER, ROOM, ROOM_OF_SLICE, StateSegment, padded
 from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.engine.grad_compression import NONE
 from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec
 from parallel.runtime import resources
@@ -179,8 +180,14 @@ class StateKeeper:
         state = collective_call(comm, lambda: self._moved(held), "--survive: a state cannot be read", CheckpointError)
         return KeptState(comm, state)
 
+    @property
+    def can_shrink(self) -> bool:
+        """True if the training can go on with fewer ranks: every rank has the whole state."""
+        chosen = None if self._training is None else self._training.resolved
+        return chosen is not None and chosen.layout == "dp" and not chosen.mesh and chosen.compress == NONE
+
     def shrink(self, comm: MPI.Intracomm) -> None:
-        """Go on with the ranks of `comm`, those that have survived, each of which has the whole state. Collective."""
+        """Go on with the ranks of `comm`, those that have survived. Collective."""
         self._comm, self._nodes, self._training = comm, Nodes.of(comm), None
 
     def _newest_own(self) -> KeptState | None:

@@ -3,11 +3,12 @@
 python tests/studies/restart_ranks.py --times 10
 python tests/studies/restart_ranks.py --layouts zero3 --times 3 --survive-every 2
 python tests/studies/restart_ranks.py --layouts ps "ps ssp:3" --servers --times 5 --kills 2
+python tests/studies/restart_ranks.py --ulfm --layouts dp --times 20
 
 A training passes if it exits with status 0, its last checkpoint has the bits of an undisturbed run, it goes on from at
 most the given number of steps before each kill, and leaves no memory. Of an asynchronous layout, whose bits differ in
 each run, the loss of the test must be near. With --kills 2 the rank is killed again after the restart, and with
---servers only servers are. MPIEXEC names the mpiexec.
+--servers only servers are. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec.
 """
 
 import argparse
@@ -50,7 +51,11 @@ LONGEST = 300.0  # seconds of a training
 
 
 def command(args: argparse.Namespace, layout: str, folder: Path) -> list[str]:
-    start = [sys.executable, "-m", "parallel.cli.main", "train", "-n", str(args.ranks), "--threads", "1"]
+    program = [sys.executable, "-m", "parallel.cli.main", "train", "--threads", "1"]
+    start = [*program, "-n", str(args.ranks)]
+    if args.ulfm:
+        options = ["--with-ft", "ulfm", "--map-by", ":oversubscribe", "-n", str(args.ranks)]
+        start = [os.environ["MPIEXEC"], *options, *program, "--reproducible"]  # equal bits on fewer ranks
     model = ["--data", args.data, "--model", args.model, "--steps", str(args.steps)]
     files = ["--checkpoint", str(folder / "c"), "--every", str(args.steps), "--json", str(folder / "m.jsonl")]
     return [*start, *model, *LAYOUTS[layout], *files]
@@ -162,26 +167,31 @@ def verdict(run: RestartedRun, folder: Path, usual: Undisturbed, kills: int, eve
         f"{len(run.after)} restarts": len(run.after) != kills,
         "another end": usual.differs(folder),
         "lost more steps": any(after < killed.before - every for killed, after in pairs),
-        "memory is left": any(map(os.path.exists, re.findall(rf"{MEMORY}/chorus-[0-9a-f-]+", run.output))),
+        "memory is left": any(map(os.path.exists, re.findall(rf"{MEMORY}/chorus-[\w-]+", run.output))),
     }
     return [text for text, failed in wrong.items() if failed]
 
 
-def main() -> int:
-    """Kill ranks and print a line for each training. Exit status 1 if one did not end as required."""
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     made = ProgramParser(__doc__)
     add = made.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--times", type=at_least(1, int), default=10)
     add("--kills", type=at_least(1, int), default=1, help="in each training")
     add("--servers", action="store_true", help="kill servers only")
+    add("--ulfm", action="store_true", help="with Open MPI's mpiexec --with-ft ulfm, in place of restarts")
     add("--ranks", type=at_least(2, int), default=4)
     add("--data", default="digits")
     add("--model", default="mlp")
     add("--steps", type=at_least(4, int), default=STEPS)
     add("--survive-every", type=at_least(1, int), default=1, metavar="K")
     add("--seed", type=int, default=0)
-    args, failed = made.parse_args(), 0
+    return made.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Kill ranks and print a line for each training. Exit status 1 if one did not end as required."""
+    args, failed = parse(words), 0
     os.environ.setdefault("MPIEXEC", find_mpiexec() or "mpiexec")
     rng = random.Random(args.seed)
     for layout in args.layouts:
@@ -194,8 +204,8 @@ def main() -> int:
         for _ in range(args.times):
             moments = sorted(rng.sample(range(1, args.steps - 3), args.kills))
             victims = SERVERS if args.servers and layout.startswith("ps") else args.ranks
-            victim = rng.randrange(victims)
-            kills = [Kill(victim, at, rng.random() * 0.03) for at in moments]
+            killed = rng.sample(range(victims), args.kills) if args.ulfm else [rng.randrange(victims)] * args.kills
+            kills = [Kill(rank, at, rng.random() * 0.03) for rank, at in zip(killed, moments, strict=True)]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 words = [*command(args, layout, folder), "--survive", "--survive-every", str(args.survive_every)]
