@@ -18,7 +18,7 @@ from collectives.cli import launcher
 from collectives.errors import PeerFailed
 from collectives.runtime.requests.program_end import open_communicators
 from collectives.transport.waits import watchers
-from parallel.cli import watchdog
+from parallel.cli.restarts import MEMORY
 
 NOTICED = 2.0
 """Seconds in which all ranks learn of a death at most."""
@@ -33,9 +33,9 @@ class Survivors:
     def __init__(self) -> None:
         self._world = MPI.Intracomm(MPI.COMM_WORLD).Dup()
         self.comm = Communicator(self._world)
-        self.folder = Path(self.comm.bcast(tempfile.mkdtemp(prefix="chorus-", dir="/dev/shm")))
+        is_first = self.comm.Get_rank() == 0
+        self.folder = Path(self.comm.bcast(tempfile.mkdtemp(prefix="chorus-", dir=MEMORY) if is_first else None))
         watchers.append(self._watch)
-        watchdog.stop()
         launcher.print_when(lambda: self.comm.Get_rank() == 0)
 
     def _watch(self) -> None:

@@ -144,10 +144,11 @@ def begin(
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
     if keeper is not None:  # after resume(): it may remove the states
         keeper.begin(training)
-        if args.survive_in is None and not keeper.can_shrink:
-            raise ValueError(
-                f"--survive: without -n expected --layout dp and no mesh, found {training.settings.layout}"
-            )
+        if keeper.can_shrink:
+            watchdog.stop()
+        elif args.survive_in is None:
+            text = "expected --layout dp without a mesh and compression, or chorus train -n N"
+            raise ValueError(f"--survive: {text}, found {training.settings.layout}")
     if found is not None:
         for name, (there, here) in changed(found, chosen).items():
             say(f"  {name} was {there}, and is {here} now")
