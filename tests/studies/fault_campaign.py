@@ -1,11 +1,12 @@
-"""Campaign of seeded faults in real runs: inject one in a program, and check that its rank and call are named in time.
+"""Campaign of seeded faults, in real runs and in simulated ones: check that rank and call are named in time.
 
+python tests/studies/fault_campaign.py --simulated 1000
 python tests/studies/fault_campaign.py --times 40 --seed 1
-python tests/studies/fault_campaign.py --programs training-pp,servers --kinds kill,stop --ranks 4
+python tests/studies/fault_campaign.py --programs training-pp,training-ps --kinds kill,stop --ranks 4
 
-Each run has a random program, kind of fault, rank, call and number of ranks. A line for each, then a table by kind. The
-exit status is 1 if a fault was not reported as it should be. The MPI is that of this Python: call each one's in turn.
-(Faults of simulated ranks are in tests/support/simulated_faults.py.)
+Each real run has a random program, kind of fault, rank, call and number of ranks. A line for each, then a table by
+kind. The exit status is 1 if a fault was not reported as it should be. The MPI is that of this Python: call each one's
+in turn.
 """
 
 import os
@@ -13,12 +14,15 @@ import random
 import re
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from mpi_launches import ROOT
+from simulated_faults import SimulatedRun
+from simulated_faults import wrong as not_named
 
 from collectives.cli.arguments import names_of
 from collectives.cli.drill import LONGEST, TIMEOUT, Outcome, launch
@@ -52,6 +56,7 @@ LAYOUTS = {
     "training-dp": 'layout="dp"',
     "training-zero1": 'layout="zero1"',
     "training-pp": 'layout="pp", stages=2',
+    "training-ps": 'layout="ps"',
     "training-tp": 'layout="dp", mesh=f"tp={MPI.COMM_WORLD.Get_size()}"',
 }
 
@@ -158,7 +163,7 @@ class Drilled(NamedTuple):
             return launch(self.ranks, [str(self.path)], Path(name), longest, planned)
 
 
-def parse(words: Sequence[str] | None = None) -> tuple[list[str], list[str], int, int, list[int]]:
+def parse(words: Sequence[str] | None = None) -> Namespace:
     parser = ProgramParser(__doc__)
     add = parser.add_argument
     add("--programs", type=names_of("program", PROGRAMS), default=list(PROGRAMS), metavar="LIST")
@@ -166,21 +171,51 @@ def parse(words: Sequence[str] | None = None) -> tuple[list[str], list[str], int
     add("--times", type=at_least(1, int), default=40, metavar="N")
     add("--seed", type=at_least(0, int), default=0)
     add("--ranks", type=at_least(2, int), nargs="+", default=[2, 3, 4])
-    found = parser.parse_args(words)
-    return found.programs, found.kinds, found.times, found.seed, found.ranks
+    add("--simulated", type=at_least(1, int), metavar="N", help="faults of simulated ranks, in place of real runs")
+    return parser.parse_args(words)
+
+
+Table = Counter[tuple[str, str]]
+"""Faults by kind and outcome: "right", "own error" of the program, "missed"."""
+
+
+def print_table(kinds: Sequence[str], table: Table, longest: dict[str, float]) -> int:
+    """Print a table by kind. Returns 1 if faults were missed."""
+    print(f"{'kind':<10}{'right':>8}{'own error':>11}{'missed':>8}{'longest end':>14}")
+    for kind in kinds:
+        right, own, bad = (table[kind, how] for how in ("right", "own error", "missed"))
+        took = f"{longest[kind]:.1f} s" if kind in longest else "-"
+        print(f"{kind:<10}{right:>8}{own:>11}{bad:>8}{took:>14}")
+    missed = sum(count for (_, how), count in table.items() if how == "missed")
+    print(f"{table.total() - missed} of {table.total()} as they should be")
+    return int(missed > 0)
+
+
+def simulated(times: int, seed: int, kinds: tuple[str, ...]) -> int:
+    """Campaign in simulated ranks."""
+    table = Table()
+    for number in range(seed, seed + times):
+        run = SimulatedRun(number, kinds)
+        found = run.run()
+        if problem := not_named(run, found):
+            print(f"seed {number}: {run.fault}: {problem}: {found}")
+        table[run.fault.kind, "missed" if problem else "right"] += 1
+    return print_table(kinds, table, {})
 
 
 def main() -> int:
-    programs, kinds, times, seed, sizes = parse()
+    options = parse()
+    if options.simulated:
+        return simulated(options.simulated, options.seed, tuple(options.kinds))
     for name, value in LAUNCH_DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONPATH"] = str(ROOT)
-    rng, table, missed = random.Random(seed), Counter[tuple[str, str]](), 0
-    longest = dict.fromkeys(kinds, 0.0)
+    rng, table = random.Random(options.seed), Table()
+    longest = dict.fromkeys(options.kinds, 0.0)
     usual: dict[tuple[str, int], Drilled] = {}
     with tempfile.TemporaryDirectory(prefix="chorus-programs-") as folder:
-        for _ in range(times):
-            name, kind, ranks = rng.choice(programs), rng.choice(kinds), rng.choice(sizes)
+        for _ in range(options.times):
+            name, kind, ranks = (rng.choice(some) for some in (options.programs, options.kinds, options.ranks))
             ranks += ranks % 2 if name in EVEN else 0
             if (name, ranks) not in usual:
                 (path := Path(folder) / name / "program.py").parent.mkdir(exist_ok=True)
@@ -196,15 +231,9 @@ def main() -> int:
             print(f"{text}: {found.report[:160]}", flush=True)
             if problem:
                 print(found.text)
-            missed += bool(problem)
             table[kind, "missed" if problem else "own error" if is_own_error(planned, found) else "right"] += 1
             longest[kind] = max(longest[kind], found.ended)
-    print(f"{'kind':<10}{'right':>8}{'own error':>11}{'missed':>8}{'longest end':>14}")
-    for kind in kinds:
-        right, own, bad = (table[kind, how] for how in ("right", "own error", "missed"))
-        print(f"{kind:<10}{right:>8}{own:>11}{bad:>8}{longest[kind]:>12.1f} s")
-    print(f"{times - missed} of {times} as they should be")
-    return int(missed > 0)
+    return print_table(options.kinds, table, longest)
 
 
 if __name__ == "__main__":

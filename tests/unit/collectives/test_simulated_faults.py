@@ -1,7 +1,9 @@
 """Faults of one of 2 to 4 simulated ranks: causes that the records give name its rank, its call and its line."""
 
 import pytest
-from support.simulated_faults import KINDS, SimulatedRun, wrong
+from simulated_faults import SimulatedRun, wrong
+
+from collectives.cli.faults import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.algorithms import catalog
+from collectives.cli.faults import KINDS
 from collectives.engine.instructions import CallState
 from collectives.runtime.record.causes import causes
 from collectives.runtime.record.layout import MAGIC, NBYTES, VERSION, RankState, parts
 from collectives.runtime.record.reader import ProcessState, RankRecord
 from collectives.schedule.steps import Recv, RecvReduce, Send
 
-KINDS = "stop", "kill", "raise", "exit", "skip", "more", "diverge", "delay", "corrupt"
 SILENT = "corrupt"  # no rank waits for wrong data
 CALLS = 12
 TICK = 1_000_000  # nanoseconds of a round
@@ -111,7 +111,7 @@ class SimulatedRank:
 class SimulatedRun:
     """Run of random calls with a fault. `strict` sends end when they are received."""
 
-    def __init__(self, seed: int, kinds: tuple[str, ...] = KINDS):
+    def __init__(self, seed: int, kinds: tuple[str, ...] = tuple(KINDS)):
         self.rng = rng = random.Random(seed)
         size, self.strict, self.now = rng.randint(2, 4), rng.random() < 0.5, 0
         calls = [drawn_call(rng, size, 10 + at) for at in range(CALLS)]
