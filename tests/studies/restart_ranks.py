@@ -77,7 +77,7 @@ class Kill(NamedTuple):
     delay: float  # seconds after them
 
 
-class Killed(NamedTuple):
+class MadeKill(NamedTuple):
     """Kill that has been made."""
 
     before: int  # steps done
@@ -91,14 +91,14 @@ class RestartedRun(NamedTuple):
     status: int  # of the launcher
     output: str
     first: float | None  # seconds from the start to the end of the first step
-    killed: list[Killed]
+    killed: list[MadeKill]
     after: list[int]  # steps at each restart
     seconds: list[float]  # from each kill to the end of the next step
 
 
 def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> RestartedRun:
     """Train. Each kill is made when its steps are done, after the first step that follows the kill before it."""
-    path, killed, seconds = folder / "m.jsonl", list[Killed](), list[float]()
+    path, killed, seconds = folder / "m.jsonl", list[MadeKill](), list[float]()
     start, file = 0, None  # steps and file at the start or restart
     first: float | None = None
     with (folder / "output").open("wb") as output:
@@ -120,7 +120,7 @@ def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> Restart
             planned = kills[len(killed)]
             time.sleep(planned.delay)
             if (victim := ranks_of(process.pid).get(planned.rank)) is not None:
-                killed.append(Killed(rows(path)[0], time.monotonic(), file))
+                killed.append(MadeKill(rows(path)[0], time.monotonic(), file))
                 os.kill(victim, signal.SIGKILL)
     if process.poll() is None:
         process.terminate()
