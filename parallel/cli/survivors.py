@@ -9,7 +9,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Self
 
 from mpi4py import MPI
 
@@ -27,16 +27,21 @@ NOTICED = 2.0
 class Survivors:
     """Communicator of the living ranks, `comm`. Waits end by PeerFailed when one of them dies.
 
-    Construction is collective.
+    A context, whose end removes the states in `folder`, if made. Construction is collective.
     """
 
     def __init__(self) -> None:
         self._world = MPI.Intracomm(MPI.COMM_WORLD).Dup()
         self.comm = Communicator(self._world)
-        is_first = self.comm.Get_rank() == 0
-        self.folder = Path(self.comm.bcast(tempfile.mkdtemp(prefix="chorus-", dir=MEMORY) if is_first else None))
+        self.folder: Path | None = None
         watchers.append(self._watch)
         launcher.print_when(lambda: self.comm.Get_rank() == 0)
+
+    def make_folder(self) -> Path:
+        """New folder in memory, of the same name on all ranks. Collective."""
+        made = tempfile.mkdtemp(prefix="chorus-", dir=MEMORY) if self.comm.Get_rank() == 0 else None
+        self.folder = Path(self.comm.bcast(made))
+        return self.folder
 
     def _watch(self) -> None:
         """Raise PeerFailed if a rank has died. Called in waits."""
@@ -63,7 +68,9 @@ class Survivors:
         self.comm = Communicator(self._world)
         return True
 
-    def end(self, code: int) -> NoReturn:
-        """Remove the states, and end this process without `MPI_Finalize`."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        launcher.exit_now(code)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)

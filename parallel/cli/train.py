@@ -224,7 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     survivors = Survivors() if args.survive is not None and watchdog.fault_tolerant() else None
     comm = survivors.comm if survivors else Communicator(MPI.COMM_WORLD)
     job = job_of(comm)
-    with keeper_of(comm, args, survivors and survivors.folder) or contextlib.nullcontext() as keeper:
+    folder = survivors.make_folder() if survivors and args.survive_in is None else None
+    keeper = keeper_of(comm, args, folder)
+    with survivors or contextlib.nullcontext(), keeper or contextlib.nullcontext():
         while True:
             try:
                 code = run(comm, parser, args, job, keeper)
@@ -235,8 +237,8 @@ def main(argv: list[str] | None = None) -> int:
                 comm = survivors.comm
                 keeper.shrink(comm)
                 say(f"a rank has died: {comm.Get_size()} ranks go on")
-    if survivors is not None:
-        survivors.end(code)
+    if survivors is not None:  # MPI_Finalize may wait for dead ranks
+        launcher.exit_now(code)
     return code
 
 
