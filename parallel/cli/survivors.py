@@ -64,7 +64,7 @@ class Survivors:
         for comm in (*(made._planner.comm for made in open_communicators.values() if made._planner), self._world):
             with suppress(MPI.Exception):
                 comm.Revoke()  # ends the waits of others in the MPI
-        self._world = self._world.Shrink()
+        self._world = MPI.Intracomm(self._world.Shrink())
         self.comm = Communicator(self._world)
         return True
 

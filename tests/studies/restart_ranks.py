@@ -204,8 +204,8 @@ def main(words: Sequence[str] | None = None) -> int:
         for _ in range(args.times):
             moments = sorted(rng.sample(range(1, args.steps - 3), args.kills))
             victims = SERVERS if args.servers and layout.startswith("ps") else args.ranks
-            killed = rng.sample(range(victims), args.kills) if args.ulfm else [rng.randrange(victims)] * args.kills
-            kills = [Kill(rank, at, rng.random() * 0.03) for rank, at in zip(killed, moments, strict=True)]
+            ranks = rng.sample(range(victims), args.kills) if args.ulfm else [rng.randrange(victims)] * args.kills
+            kills = [Kill(rank, at, rng.random() * 0.03) for rank, at in zip(ranks, moments, strict=True)]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 words = [*command(args, layout, folder), "--survive", "--survive-every", str(args.survive_every)]

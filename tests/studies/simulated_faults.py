@@ -6,7 +6,7 @@ on, and `causes` derives from the records why.
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class SimulatedRank:
         for field, value in header.items():
             self.header[field] = value
         self.made = 0
-        self.rounds: Iterator[list[Any]] | None = None
+        self.rounds: Iterator[Sequence[Any]] | None = None
         self.waiting: list[tuple[tuple[int, int], int, bool]] = []  # (pair, number of the message, is a send)
         self.process, self.is_frozen = ProcessState.LIVES, False
 
@@ -150,6 +150,9 @@ class SimulatedRun:
         pair, number, is_send = wait
         return self.received[pair] >= number if is_send else self.sent[pair] >= number
 
+    def _next_round(self, rank: SimulatedRank) -> Sequence[Any] | None:
+        return None if rank.rounds is None else next(rank.rounds, None)
+
     def advance(self, rank: SimulatedRank) -> bool:
         """Let a rank go on by a round, if it can."""
         if rank.is_frozen or rank.is_done:
@@ -161,7 +164,7 @@ class SimulatedRun:
             rank.begin(self.now)
         elif not all(map(self._is_over, rank.waiting)):
             return False
-        rank.waiting, steps = [], next(rank.rounds or iter(()), None)
+        rank.waiting, steps = [], self._next_round(rank)
         if steps is None:
             rank.end(self.now)
             if rank.is_done:
