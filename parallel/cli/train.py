@@ -115,7 +115,7 @@ def keeper_of(comm: Communicator, args: argparse.Namespace, folder: Path | None)
     """Keeper of the state with --survive, in `folder` unless a launcher has named one, else None. Collective."""
     if args.survive is None:
         return None
-    place, attempt = args.survive_in or (folder, 0)
+    place, attempt = args.survive_in or (str(folder), "0")
     return StateKeeper(comm, Path(place), int(attempt), args.survive, args.survive_every)
 
 

@@ -155,15 +155,13 @@ class SimulatedRun:
 
     def advance(self, rank: SimulatedRank) -> bool:
         """Let a rank go on by a round, if it can."""
-        if rank.is_frozen or rank.is_done:
+        if rank.is_frozen or rank.is_done or not all(map(self._is_over, rank.waiting)):
             return False
         if rank.rounds is None:
             if self._strikes(rank):
                 self._freeze(rank)
                 return True
             rank.begin(self.now)
-        elif not all(map(self._is_over, rank.waiting)):
-            return False
         rank.waiting, steps = [], self._next_round(rank)
         if steps is None:
             rank.end(self.now)

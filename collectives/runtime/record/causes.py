@@ -90,6 +90,19 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
+def unmatched_call(ranks: Sequence[Calls]) -> str:
+    """Text on a rank's last call that another rank of the communicator has not made. Empty if there is none."""
+    last: defaultdict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
+    for one in ranks:
+        for call in one.calls[-COMPARED:]:
+            last[place(call)[:2]][one.record.rank] = call
+    for made in last.values():
+        ahead, behind = (choose(made, key=lambda rank: made[rank]["turn"]) for choose in (max, min))
+        if made[ahead]["turn"] > made[behind]["turn"]:
+            return f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
+    return ""
+
+
 def slowness(rank: int, ranks: Sequence[Calls]) -> str:
     """Text on a rank that came last to most of the last calls; empty for others."""
     starts: defaultdict[Place, dict[int, int]] = defaultdict(dict)

@@ -21,7 +21,7 @@ from functools import cache
 from mpi4py import MPI
 
 from collectives.errors import PeerFailed, PeerLeft
-from collectives.runtime.record.causes import calls_of, causes, different_calls, report
+from collectives.runtime.record.causes import calls_of, causes, different_calls, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.far_records import Answers, FarRecords
 from collectives.runtime.record.layout import RankState
@@ -99,6 +99,11 @@ def _error(label: str, rank: int, found: RankRecord | None) -> PeerLeft | PeerFa
 def current_causes() -> list[str]:
     """Sentences on why ranks of this node wait."""
     return causes(_all_known(), time.monotonic_ns())
+
+
+def current_unmatched_call() -> str:
+    """Text on a call that only some ranks of this node have made. Empty if there is none."""
+    return unmatched_call(list(map(calls_of, _all_known())))
 
 
 def _all_known() -> list[RankRecord]:

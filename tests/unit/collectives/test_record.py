@@ -15,7 +15,7 @@ from collectives.engine.extension import available, engine
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
 from collectives.engine.recorder import Recorder
 from collectives.runtime.record import watcher, writer
-from collectives.runtime.record.causes import causes, report
+from collectives.runtime.record.causes import calls_of, causes, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, VERSION, RankState, parts
 from collectives.runtime.record.reader import RankRecord, in_folder, is_active, map_record, read_record, running
@@ -249,6 +249,12 @@ def test_causes_of_waits(memories, expected):
     found = causes(map(of, memories), 5 * 10**9)
     assert len(found) == len(expected), found
     assert all(re.fullmatch(one, text) for one, text in zip(expected, found)), found
+
+
+def test_a_call_that_one_rank_has_not_made():
+    ranks = [calls_of(of(record(0, calls=[MADE, (3, 1, 2, -1, -1)]))), calls_of(of(record(1, calls=[MADE])))]
+    assert re.fullmatch(r"rank 0 has made allreduce \(.*\) #3, and rank 1 has not", unmatched_call(ranks))
+    assert not unmatched_call(ranks[:1]) and not unmatched_call([ranks[1], ranks[1]])
 
 
 @pytest.mark.parametrize(
