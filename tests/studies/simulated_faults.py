@@ -165,7 +165,7 @@ class SimulatedRun:
         rank.waiting, steps = [], self._next_round(rank)
         if steps is None:
             rank.end(self.now)
-            if rank.is_done:
+            if rank.made == len(rank.calls):
                 rank.header["state"] = RankState.HAS_LEFT
             return True
         rank.round += 1
