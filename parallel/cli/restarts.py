@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from parallel.cli import launched_ranks
+from parallel.cli import launched_ranks, watchdog
 
 MEMORY = Path("/dev/shm")
 RESTARTS = 10  # default of --survive
@@ -46,7 +46,9 @@ def survive_error(args: argparse.Namespace) -> str | None:
     for name, value in (("--survive", args.survive), ("--survive-every", args.survive_every)):
         if value is not None and value < 1:
             return f"{name}: expected 1 or more, found {value}"
-    # under another mpiexec nothing restarts the ranks
+    # under another mpiexec nothing restarts the ranks, unless they survive
+    if args.survive_in is None and watchdog.fault_tolerant():
+        return None
     if args.survive_in is None or not args.survive_in[1].isdecimal():
         return "--survive: expected chorus train -n N --survive, which starts the ranks, and starts them again"
     if args.plot is not None and args.json is None:

@@ -23,7 +23,7 @@ from collectives import Communicator
 from collectives.benchmark.reports import check_folder, check_writable
 from collectives.cli import launcher
 from collectives.cli.launcher import say
-from collectives.errors import OutOfMemory
+from collectives.errors import OutOfMemory, PeerFailed
 from collectives.units import short
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError, all_in, latest
 from parallel.checkpoint.step_folders import origin_of, step_of
@@ -33,12 +33,13 @@ from parallel.cli.reports.metrics import check_tensorboard
 from parallel.cli.reports.training_output import OutputError
 from parallel.cli.restarts import add_survive, survive_error
 from parallel.cli.start_up import compilation_notice
+from parallel.cli.survivors import Survivors
 from parallel.cli.train_arguments import add_files, add_settings, argument_error
 from parallel.cli.train_run import train
 from parallel.engine import settings
 from parallel.runtime import resources
 from parallel.runtime.collective_errors import collective_call
-from parallel.runtime.consistency_check import ParameterMismatch, StepFailed
+from parallel.runtime.consistency_check import ParameterMismatch, RankLeft, StepFailed
 from parallel.runtime.vector_memory import keep_freed_memory, namespace
 from parallel.trainer.recipes import complete
 from parallel.trainer.state_keeper import StateKeeper
@@ -46,6 +47,9 @@ from parallel.trainer.trainer import Training, TrainingPlan, changed, settings_i
 
 USUAL = ("data", "model", "layout", "mesh", "batch", "epochs", "steps", "rate", "checkpoint", "resume")
 """Options in --help. --help-all has the others."""
+
+KEPT = (*settings.MESHES, "ps")
+"""Layouts whose states can be kept in memory."""
 
 LOCK_SECONDS = 3.0  # longest wait for the lock of a training that is just ending
 
@@ -108,12 +112,12 @@ def is_restarted(job: BatchJob | None) -> bool:
     return job is not None and job.restarts > 0
 
 
-def keeper_of(comm: Communicator, args: argparse.Namespace) -> StateKeeper | None:
-    """Keeper of the state with --survive, else None. Collective."""
+def keeper_of(comm: Communicator, args: argparse.Namespace, folder: Path | None) -> StateKeeper | None:
+    """Keeper of the state with --survive, in `folder` unless a launcher has named one, else None. Collective."""
     if args.survive is None:
         return None
-    folder, attempt = args.survive_in
-    return StateKeeper(comm, Path(folder), int(attempt), args.survive, args.survive_every)
+    place, attempt = args.survive_in or (str(folder), "0")
+    return StateKeeper(comm, Path(place), int(attempt), args.survive, args.survive_every)
 
 
 def begin(
@@ -125,10 +129,10 @@ def begin(
     kept = keeper.newest() if keeper else None
     found = kept or resumed(comm, args, is_restarted(job) or (keeper is not None and keeper.attempt > 0))
     given = {name: getattr(args, name, None) for name in settings.OPTIONS}
-    given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant()}
+    given |= {"trace": args.trace is not None, "fault_tolerant": watchdog.fault_tolerant() and keeper is None}
     chosen = complete(given, settings_in(found) if found else None)
-    if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in settings.MESHES:
-        raise ValueError(f"--survive: expected --layout {', '.join(settings.MESHES)}, found {layout}")
+    if keeper is not None and (layout := chosen.layout.partition(":")[0]) not in KEPT:
+        raise ValueError(f"--survive: expected --layout {', '.join(KEPT)}, found {layout}")
     limit_threads(comm, args, chosen)
     # a kept state fits no other division of the tensors: what was measured then is not measured again
     training = Training(chosen, comm, kept.resolved() if kept else None)
@@ -141,6 +145,11 @@ def begin(
         say(f"resumed {found.path}: {found.step} steps were made, on {found.facts.get('ranks')} ranks")
     if keeper is not None:  # after resume(): it may remove the states
         keeper.begin(training)
+        if keeper.can_shrink:
+            watchdog.stop()
+        elif args.survive_in is None:
+            text = "expected --layout dp without a mesh and compression, or chorus train -n N"
+            raise ValueError(f"--survive: {text}, found {training.settings.layout}")
     if found is not None:
         for name, (there, here) in changed(found, chosen).items():
             say(f"  {name} was {there}, and is {here} now")
@@ -176,13 +185,19 @@ def describe(comm: Communicator, args: argparse.Namespace, plan: TrainingPlan) -
         say(remark)
 
 
+_locks: list[int] = []
+
+
 def lock_checkpoints(folder: Path) -> None:
     """Create and lock a checkpoint folder until this process ends. OSError if not writable, or locked by another."""
     check_folder(folder)
+    while _locks:  # of the training before a death
+        os.close(_locks.pop())
     descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _locks.append(descriptor)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
@@ -209,25 +224,53 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(problem)
     with contextlib.suppress(ValueError):  # raised again on all ranks
         namespace(args.device or "cpu")  # the communicator looks for GPUs if CuPy is imported
-    comm = Communicator(MPI.COMM_WORLD)
+    survivors = Survivors() if args.survive is not None and watchdog.fault_tolerant() else None
+    comm = survivors.comm if survivors else Communicator(MPI.COMM_WORLD)
     job = job_of(comm)
-    with keeper_of(comm, args) or contextlib.nullcontext() as keeper:
-        try:
-            training = begin(comm, args, job, keeper)
-        except (CheckpointError, OutOfMemory, ValueError) as error:
-            parser.error(str(error))
-        with training:
+    folder = survivors.make_folder() if survivors and args.survive_in is None else None
+    keeper = keeper_of(comm, args, folder)
+    with survivors or contextlib.nullcontext(), keeper or contextlib.nullcontext():
+        while True:
             try:
-                code = train(comm, args, training, job, keeper)
-            except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
-                text = f"{parser.prog}: error: {error}"
-                alone = training.fault_tolerant and not training.is_reporter
-                if alone and isinstance(error, StepFailed) and not error.elsewhere:
-                    print(text, file=sys.stderr)  # the reporter has no error
-                say(text)
-                code = 1
-                if keeper is not None:
-                    keeper.problem = error
+                code = run(comm, parser, args, job, keeper)
+                break
+            except (StepFailed, PeerFailed, RankLeft, MPI.Exception):
+                if survivors is None or keeper is None or not keeper.can_shrink or not survivors.shrink():
+                    raise
+                comm = survivors.comm
+                keeper.shrink(comm)
+                say(f"a rank has died: {comm.Get_size()} ranks go on")
+    if survivors is not None:  # MPI_Finalize may wait for dead ranks
+        launcher.exit_now(code)
+    return code
+
+
+def run(
+    comm: Communicator,
+    parser: launcher.LauncherParser,
+    args: argparse.Namespace,
+    job: BatchJob | None,
+    keeper: StateKeeper | None,
+) -> int:
+    """Begin or resume a training, and run it. Returns the exit status. Raises after a death if ranks survive it."""
+    try:
+        training = begin(comm, args, job, keeper)
+    except (CheckpointError, OutOfMemory, ValueError) as error:
+        parser.error(str(error))
+    with training:
+        try:
+            code = train(comm, args, training, job, keeper)
+        except (CheckpointError, StepFailed, ParameterMismatch, OutputError) as error:
+            if keeper is not None and watchdog.fault_tolerant() and isinstance(error, StepFailed):
+                raise
+            text = f"{parser.prog}: error: {error}"
+            alone = training.fault_tolerant and not training.is_reporter
+            if alone and isinstance(error, StepFailed) and not error.elsewhere:
+                print(text, file=sys.stderr)  # the reporter has no error
+            say(text)
+            code = 1
+            if keeper is not None:
+                keeper.problem = error
     if training.fault_tolerant:
         launcher.exit_now(code)
     return code

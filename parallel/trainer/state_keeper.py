@@ -21,6 +21,7 @@ from collectives.errors import PeerFailed
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.state_segment import HEADER, ROOM, ROOM_OF_SLICE, StateSegment, padded
 from parallel.checkpoint.tensor_slices import TensorSlice
+from parallel.engine.grad_compression import NONE
 from parallel.engine.settings import Settings
 from parallel.nn.operator import ArraySpec
 from parallel.runtime import resources
@@ -52,7 +53,7 @@ class KeptState(Checkpoint):
 
     def fit(self, slices: Iterable[TensorSlice]) -> None:
         """Check that the state is of these slices of this rank, else CheckpointError. Collective."""
-        found = [list(one) for one in _described(slices)]
+        found = _described(slices)
 
         def check() -> None:
             if found != self.facts["slices"]:
@@ -71,9 +72,16 @@ class KeptState(Checkpoint):
         return Settings(**settings_in(self, "resolved"))
 
 
-def _described(slices: Iterable[TensorSlice]) -> list[tuple[str, int, int, str]]:
-    """Names, starts, sizes and dtypes of slices."""
-    return [(one.name, one.start, len(one.array), str(one.array.dtype)) for one in slices]
+def _described(slices: Iterable[TensorSlice]) -> list[list[Any]]:
+    """Names, starts, sizes and dtypes of slices. Those that follow one another in a tensor are one."""
+    found: list[list[Any]] = []
+    for one in slices:
+        name, start, size, dtype = one.name, one.start, len(one.array), str(one.array.dtype)
+        if found and found[-1] == [name, start - found[-1][2], found[-1][2], dtype]:
+            found[-1][2] += size
+        else:
+            found.append([name, start, size, dtype])
+    return found
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,8 @@ class StateKeeper:
         All other states are removed. CheckpointError if a rank had ended, so that a restart would repeat it.
         """
         comm, mine = self._comm, self._nodes.ranks[self._nodes.node_of(self._nodes.rank)]
+        if self._own:
+            return self._newest_own()
         paths = sorted(self._folder.glob("*-*")) if self.attempt else []
         comm.Barrier()  # all ranks of a node have looked
         if not self.attempt and self._nodes.rank == mine[0]:
@@ -170,6 +180,22 @@ class StateKeeper:
         state = collective_call(comm, lambda: self._moved(held), "--survive: a state cannot be read", CheckpointError)
         return KeptState(comm, state)
 
+    @property
+    def can_shrink(self) -> bool:
+        """True if the training can go on with fewer ranks: every rank has the whole state."""
+        chosen = None if self._training is None else self._training.resolved
+        return chosen is not None and chosen.layout == "dp" and not chosen.mesh and chosen.compress == NONE
+
+    def shrink(self, comm: MPI.Intracomm) -> None:
+        """Go on with the ranks of `comm`, those that have survived. Collective."""
+        self._comm, self._nodes, self._training = comm, Nodes.of(comm), None
+
+    def _newest_own(self) -> KeptState | None:
+        """Newest state that every rank still has in memory after `shrink`."""
+        whole = {one.step: one for one in self._own if one.is_whole()}
+        step = max(set.intersection(*map(set, self._comm.allgather(list(whole)))), default=-1)
+        return KeptState(self._comm, whole[step]) if step >= 0 else None
+
     def _moved(self, held: list[dict[int, str]]) -> StateSegment:
         """Segment of this rank's state on this node, from another node if need be. `held` has names by node, rank."""
         comm, nodes, here = self._comm, self._nodes, self._nodes.node_of(self._nodes.rank)
@@ -195,7 +221,7 @@ class StateKeeper:
         self._comm.Barrier()  # all ranks have read their states
         if self._is_last:
             return self._remove("rank-*", "copy-*")
-        self._training = training
+        self._training, is_shrunk = training, bool(self._own)
         slices = list(training.engine.tensor_slices())
         capacity = padded(sum(one.array.nbytes for one in slices) + ROOM + ROOM_OF_SLICE * len(slices))
         sizes, sources = self._comm.allgather(capacity), self._nodes.sources()
@@ -210,6 +236,10 @@ class StateKeeper:
         self._copies = collective_call(
             self._comm, lambda: {rank: reserve("copy", rank) for rank in sources}, "--survive"
         )
+        if is_shrunk:  # the files may have been those of other ranks
+            for one in self._own:
+                one.clear()
+            self._keep_now()
         self._last = time.perf_counter()
 
     def keep(self) -> None:
@@ -218,12 +248,16 @@ class StateKeeper:
         if training is None or (self.every and training.done % self.every):
             return
         began = time.perf_counter()
-        slices = list(training.engine.tensor_slices())
-        segment = min(self._own, key=lambda one: one.step)
-        segment.write(training.done, [one.array for one in slices], self._facts(slices))
-        self._copy(segment)
+        self._keep_now()
         if self.every is None:
             self._choose(began)
+
+    def _keep_now(self) -> None:
+        assert self._training is not None
+        slices = list(self._training.engine.tensor_slices())
+        segment = min(self._own, key=lambda one: one.step)
+        segment.write(self._training.done, [one.array for one in slices], self._facts(slices))
+        self._copy(segment)
 
     def _copy(self, segment: StateSegment) -> None:
         """Send the newest state to the next node, and receive the copies of this rank."""

@@ -2,12 +2,17 @@
 
 python tests/studies/restart_ranks.py --times 10
 python tests/studies/restart_ranks.py --layouts zero3 --times 3 --survive-every 2
+python tests/studies/restart_ranks.py --layouts ps "ps ssp:3" --servers --times 5 --kills 2
+python tests/studies/restart_ranks.py --ulfm --layouts dp --times 20
 
 A training passes if it exits with status 0, its last checkpoint has the bits of an undisturbed run, it goes on from at
-most the given number of steps before the kill, and leaves no memory. MPIEXEC names the mpiexec.
+most the given number of steps before each kill, and leaves no memory. Of an asynchronous layout, whose bits differ in
+each run, the loss of the test must be near. With --kills 2 the rank is killed again after the restart, and with
+--servers only servers are. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec.
 """
 
 import argparse
+import math
 import os
 import random
 import re
@@ -16,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kill_ranks import ranks_of
 from mpi_launches import ROOT, find_mpiexec
@@ -25,6 +31,7 @@ from mpi_launches import ROOT, find_mpiexec
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.checkpoint.checkpoint_files import all_in, tensors_in
 from parallel.cli.main import LAUNCH_DEFAULTS
+from parallel.cli.reports.metrics import read
 from parallel.cli.restarts import MEMORY
 
 LAYOUTS = {
@@ -32,13 +39,23 @@ LAYOUTS = {
     "zero3": ("--layout", "zero3"),
     "pp": ("--layout", "pp", "--stages", "2"),
     "dp x tp": ("--layout", "dp", "--mesh", "dp=2,tp=2"),
+    "ps": ("--layout", "ps", "--servers", "2", "--reproducible"),
+    "ps of replicas": ("--layout", "ps", "--servers", "2", "--replicas", "2", "--reproducible"),
+    "ps ssp:3": ("--layout", "ps", "--servers", "2", "--consistency", "ssp:3"),
 }
+SERVERS = 2  # of the layouts with servers
+ASYNCHRONOUS = ("ps ssp:3",)
+NEAR = 0.1  # relative difference of the loss of an asynchronous layout
 STEPS = 40
 LONGEST = 300.0  # seconds of a training
 
 
 def command(args: argparse.Namespace, layout: str, folder: Path) -> list[str]:
-    start = [sys.executable, "-m", "parallel.cli.main", "train", "-n", str(args.ranks), "--threads", "1"]
+    program = [sys.executable, "-m", "parallel.cli.main", "train", "--threads", "1"]
+    start = [*program, "-n", str(args.ranks)]
+    if args.ulfm:
+        options = ["--with-ft", "ulfm", "--map-by", ":oversubscribe", "-n", str(args.ranks)]
+        start = [os.environ["MPIEXEC"], *options, *program, "--reproducible"]  # equal bits on fewer ranks
     model = ["--data", args.data, "--model", args.model, "--steps", str(args.steps)]
     files = ["--checkpoint", str(folder / "c"), "--every", str(args.steps), "--json", str(folder / "m.jsonl")]
     return [*start, *model, *LAYOUTS[layout], *files]
@@ -52,81 +69,129 @@ def rows(path: Path) -> tuple[int, int | None]:
         return 0, None
 
 
+class Kill(NamedTuple):
+    """Planned kill of a rank."""
+
+    rank: int
+    at: int  # steps done
+    delay: float  # seconds after them
+
+
+class MadeKill(NamedTuple):
+    """Kill that has been made."""
+
+    before: int  # steps done
+    moment: float
+    file: int | None  # inode of the lines of this start
+
+
 class RestartedRun(NamedTuple):
-    """Result of a training of which a rank was killed, or none."""
+    """Result of a training of which ranks were killed, or none."""
 
     status: int  # of the launcher
     output: str
     first: float | None  # seconds from the start to the end of the first step
-    before: int | None  # steps at the kill
-    after: int | None  # steps at the restart
-    seconds: float | None  # from the kill to the end of the next step
+    killed: list[MadeKill]
+    after: list[int]  # steps at each restart
+    seconds: list[float]  # from each kill to the end of the next step
 
 
-def train(words: list[str], folder: Path, rank: int | None = None, at: int = 0, delay: float = 0.0) -> RestartedRun:
-    """Train, killing `rank`, if given, `delay` seconds after step `at`."""
-    path = folder / "m.jsonl"
-    kill: tuple[int, int | None, float] | None = None
+def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> RestartedRun:
+    """Train. Each kill is made when its steps are done, after the first step that follows the kill before it."""
+    path, killed, seconds = folder / "m.jsonl", list[MadeKill](), list[float]()
+    start, file = 0, None  # steps and file at the start or restart
     first: float | None = None
-    again: float | None = None
-    with (folder / "output").open("wb") as file:
+    with (folder / "output").open("wb") as output:
         environment = os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < LONGEST:
-        count, inode = rows(path)
-        first = first or (time.monotonic() - began if count else None)
-        if rank is not None and kill is None and count >= at:
-            time.sleep(delay)
-            if (victim := ranks_of(process.pid).get(rank)) is not None:
-                kill = (*rows(path), time.monotonic())
-                os.kill(victim, signal.SIGKILL)
-        elif kill and again is None and inode not in (None, kill[1]):
-            start = count
-            while rows(path)[0] <= start and process.poll() is None:
-                time.sleep(0.005)
-            again = time.monotonic() - kill[2]
         time.sleep(0.005)
+        count, inode = rows(path)
+        if inode != file:
+            start, file = count, inode
+        is_pending = len(killed) > len(seconds)
+        if count <= start or (is_pending and file == killed[-1].file):
+            continue
+        first = first or time.monotonic() - began
+        if is_pending:
+            seconds.append(time.monotonic() - killed[-1].moment)
+        if len(killed) < len(kills) and count >= kills[len(killed)].at:
+            planned = kills[len(killed)]
+            time.sleep(planned.delay)
+            if (victim := ranks_of(process.pid).get(planned.rank)) is not None:
+                killed.append(MadeKill(rows(path)[0], time.monotonic(), file))
+                os.kill(victim, signal.SIGKILL)
     if process.poll() is None:
         process.terminate()
     process.wait()
-    output = (folder / "output").read_text(errors="replace")
-    resumed = re.findall(r"resumed .*?: (\d+) steps were made", output)
-    after = int(resumed[-1]) if resumed else None
-    return RestartedRun(process.returncode, output, first, kill[0] if kill else None, after, again)
+    text = (folder / "output").read_text(errors="replace")
+    after = [int(steps) for steps in re.findall(r"resumed .*?: (\d+) steps were made", text)]
+    return RestartedRun(process.returncode, text, first, killed, after, seconds)
 
 
 def tensors(folder: Path) -> list[tuple[str, bytes]]:
     return [(name, values.tobytes()) for name, values in tensors_in(all_in(folder / "c")[-1])]
 
 
-def verdict(run: RestartedRun, folder: Path, usual: list[tuple[str, bytes]], every: int) -> list[str]:
-    """List of what is wrong with a training of which a rank was killed."""
+def loss(folder: Path) -> float:
+    """Loss of the final test. NaN without one."""
+    return float((read(folder / "m.jsonl") or [{}])[-1].get("test_loss") or math.nan)
+
+
+class Undisturbed(NamedTuple):
+    """Result of an undisturbed training."""
+
+    bits: list[tuple[str, bytes]] | None  # None of an asynchronous one
+    loss: float
+
+    @classmethod
+    def of(cls, layout: str, folder: Path) -> Self:
+        return cls(None if layout in ASYNCHRONOUS else tensors(folder), loss(folder))
+
+    def differs(self, folder: Path) -> bool:
+        """True if another training has other bits, or if asynchronous no near loss."""
+        if self.bits is None:
+            return not abs(loss(folder) - self.loss) <= NEAR * self.loss
+        return tensors(folder) != self.bits
+
+
+def verdict(run: RestartedRun, folder: Path, usual: Undisturbed, kills: int, every: int) -> list[str]:
+    """List of what is wrong with a training of which ranks were killed."""
     if run.status:
         return [f"status {run.status}"]
-    if run.before is None:
-        return ["ended before the kill"]
+    if len(run.killed) < kills:
+        return [f"ended before kill {len(run.killed) + 1}"]
+    pairs = zip(run.killed, run.after, strict=False)
     wrong = {
-        "other bits": tensors(folder) != usual,
-        "lost more steps": (run.after or 0) < run.before - every,
-        "memory is left": any(map(os.path.exists, re.findall(rf"{MEMORY}/chorus-[0-9a-f-]+", run.output))),
+        f"{len(run.after)} restarts": len(run.after) != kills,
+        "another end": usual.differs(folder),
+        "lost more steps": any(after < killed.before - every for killed, after in pairs),
+        "memory is left": any(map(os.path.exists, re.findall(rf"{MEMORY}/chorus-[\w-]+", run.output))),
     }
     return [text for text, failed in wrong.items() if failed]
 
 
-def main() -> int:
-    """Kill ranks and print a line for each. Exit status 1 if a training did not end as required."""
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
     made = ProgramParser(__doc__)
     add = made.add_argument
     add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--times", type=at_least(1, int), default=10)
+    add("--kills", type=at_least(1, int), default=1, help="in each training")
+    add("--servers", action="store_true", help="kill servers only")
+    add("--ulfm", action="store_true", help="with Open MPI's mpiexec --with-ft ulfm, in place of restarts")
     add("--ranks", type=at_least(2, int), default=4)
     add("--data", default="digits")
     add("--model", default="mlp")
     add("--steps", type=at_least(4, int), default=STEPS)
     add("--survive-every", type=at_least(1, int), default=1, metavar="K")
     add("--seed", type=int, default=0)
-    args, failed = made.parse_args(), 0
+    return made.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Kill ranks and print a line for each training. Exit status 1 if one did not end as required."""
+    args, failed = parse(words), 0
     os.environ.setdefault("MPIEXEC", find_mpiexec() or "mpiexec")
     rng = random.Random(args.seed)
     for layout in args.layouts:
@@ -135,19 +200,24 @@ def main() -> int:
             if run.status:
                 print(run.output)
                 return 1
-            usual = tensors(Path(name))
+            usual = Undisturbed.of(layout, Path(name))
         for _ in range(args.times):
-            rank, at = rng.randrange(args.ranks), rng.randrange(1, args.steps - 3)
+            moments = sorted(rng.sample(range(1, args.steps - 3), args.kills))
+            victims = SERVERS if args.servers and layout.startswith("ps") else args.ranks
+            ranks = rng.sample(range(victims), args.kills) if args.ulfm else [rng.randrange(victims)] * args.kills
+            kills = [Kill(rank, at, rng.random() * 0.03) for rank, at in zip(ranks, moments, strict=True)]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 words = [*command(args, layout, folder), "--survive", "--survive-every", str(args.survive_every)]
-                run = train(words, folder, rank, at, rng.random() * 0.03)
-                wrong = verdict(run, folder, usual, args.survive_every)
+                run = train(words, folder, kills)
+                wrong = verdict(run, folder, usual, args.kills, args.survive_every)
             failed += bool(wrong)
-            took = "-" if run.seconds is None else f"{run.seconds:.2f} s"
-            text = f"{layout:<8} rank {rank} killed after {run.before} steps, went on from {run.after}"
-            text += f", first step {run.first or 0:.2f} s after the start, next one {took} after the kill"
-            print(f"{text}: {', '.join(wrong) or 'same bits'}", flush=True)
+            text = f"{layout:<14} first step {run.first or 0:.2f} s after the start"
+            for planned, killed, after, took in zip(kills, run.killed, run.after, run.seconds, strict=False):
+                text += (
+                    f", rank {planned.rank} killed after {killed.before} steps, went on from {after} in {took:.2f} s"
+                )
+            print(f"{text}: {', '.join(wrong) or 'as undisturbed'}", flush=True)
             if wrong:
                 print(run.output)
     return int(failed > 0)

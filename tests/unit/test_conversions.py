@@ -67,7 +67,6 @@ ALLOWED = {
     "parallel/cli/bench_dispatch.py copies_between": COMPUTED,
     "parallel/cli/bench_pipeline.py overhead": COMPUTED,
     "parallel/cli/batch_job.py _number": CHECKED,
-    "parallel/cli/train.py keeper_of": CHECKED,
     "parallel/runtime/resources.py node_count": COMPUTED,
     "parallel/cli/plan_arguments.py positive": TEXT,
     "parallel/cli/plan_cluster.py whole_number": TEXT,

@@ -90,6 +90,19 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
+def unmatched_call(ranks: Sequence[Calls]) -> str:
+    """Text on a rank's last call that another rank of the communicator has not made. Empty if there is none."""
+    last: defaultdict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
+    for one in ranks:
+        for call in one.calls[-COMPARED:]:
+            last[place(call)[:2]][one.record.rank] = call
+    for made in last.values():
+        ahead, behind = (choose(made, key=lambda rank: made[rank]["turn"]) for choose in (max, min))
+        if made[ahead]["turn"] > made[behind]["turn"]:
+            return f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
+    return ""
+
+
 def slowness(rank: int, ranks: Sequence[Calls]) -> str:
     """Text on a rank that came last to most of the last calls; empty for others."""
     starts: defaultdict[Place, dict[int, int]] = defaultdict(dict)
@@ -111,11 +124,15 @@ def _others(made: Mapping[int, int], rank: int) -> list[int]:
 
 
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
-    """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits."""
+    """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits.
+
+    After an exception on a rank also the first calls that differ: messages of another call may have caused it.
+    """
     ranks = sorted(map(calls_of, records), key=lambda one: one.record.rank)
     waiting = [(one, call) for one in ranks for call in one.active]
     if not waiting:
-        return []
+        differing = different_calls(ranks) if any(one.record.text("last_words") for one in ranks) else ""
+        return [differing] * bool(differing)
     missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
     for one, call in waiting:
         for other in ranks:
@@ -147,12 +164,20 @@ def _without_record(waiting: Sequence[tuple[Calls, Any]], known: Mapping[int, Ca
 def _in_the_call(ranks: Sequence[Calls], waiting: Sequence[tuple[Calls, Any]], now: int) -> Iterator[str]:
     """Ranks that have made the calls of the waiting ones, and do not go on in them."""
     places = {place(call) for _, call in waiting}
-    for one in ranks:
-        if not one.is_well:
+    gone = [one for one in ranks if not one.is_well]
+    stuck = {one.record.rank for one in [one for one in gone if not _has_ended(one, places)] or gone}
+    for one in sorted(ranks, key=lambda one: bool(one.active)):  # waiting ones may have been ended with the others
+        if one.record.rank in stuck:
             yield f"rank {one.record.rank} {condition(one.record, now)}"
         for call in one.calls[-COMPARED:]:
             if call["state"] in (CallState.WAS_LEFT, CallState.HAS_FAILED) and place(call) in places:
                 yield f"rank {one.record.rank} has left {describe_call(call)} before its end"
+
+
+def _has_ended(one: Calls, places: set[Place]) -> bool:
+    """True if a rank has left the program, and ended its calls at these places before."""
+    made = [call["state"] == CallState.HAS_ENDED for call in one.calls if place(call) in places]
+    return one.record.state == RankState.HAS_LEFT and bool(made) and all(made)
 
 
 def report(records: Iterable[RankRecord], calls: int, now: int) -> Iterator[str]:

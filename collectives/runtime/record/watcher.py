@@ -21,7 +21,7 @@ from functools import cache
 from mpi4py import MPI
 
 from collectives.errors import PeerFailed, PeerLeft
-from collectives.runtime.record.causes import causes, report
+from collectives.runtime.record.causes import calls_of, causes, different_calls, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.far_records import Answers, FarRecords
 from collectives.runtime.record.layout import RankState
@@ -91,12 +91,19 @@ def _error(label: str, rank: int, found: RankRecord | None) -> PeerLeft | PeerFa
     if found is None:
         return PeerFailed(MPI.ERR_OTHER, f"{label}: the process of rank {rank} has ended, and this one waits for it")
     text = f"{label}: rank {rank} has left the program, and this one waits for it"
-    return PeerLeft(MPI.ERR_OTHER, f"{text}\ncause: rank {found.rank} {condition(found, time.monotonic_ns())}")
+    differing = different_calls(list(map(calls_of, _all_known())))  # then it has left as a consequence
+    why = differing or f"rank {found.rank} {condition(found, time.monotonic_ns())}"
+    return PeerLeft(MPI.ERR_OTHER, f"{text}\ncause: {why}")
 
 
 def current_causes() -> list[str]:
     """Sentences on why ranks of this node wait."""
     return causes(_all_known(), time.monotonic_ns())
+
+
+def current_unmatched_call() -> str:
+    """Text on a call that only some ranks of this node have made. Empty if there is none."""
+    return unmatched_call(list(map(calls_of, _all_known())))
 
 
 def _all_known() -> list[RankRecord]:

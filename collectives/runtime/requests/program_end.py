@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, Mismatch
 from collectives.runtime.execution.progress import progress, progress_thread
-from collectives.runtime.record.watcher import current_causes
+from collectives.runtime.record.watcher import current_causes, current_unmatched_call
 from collectives.runtime.record.writer import record
 from collectives.runtime.requests.native_requests import free_unused_handles
 
@@ -86,6 +86,8 @@ def _finish_active() -> None:
 def _report_at_exit(error: Exception) -> None:
     """Print an error with its causes, and let mpi4py end the program with status 1 for it."""
     sys.excepthook(type(error), error, None)
+    if isinstance(error, Mismatch) and (text := current_unmatched_call()):
+        print(f"chorus: {text}", file=sys.stderr)
     _set_abort_status(1)
     note_end(uncaught_exception())
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,23 +93,34 @@ def test_lengths_of_blocks_are_exchanged_in_a_call_of_their_own(comm):
 
 
 def resources():
-    """Descriptors, threads and pages of this process."""
+    """Descriptors, threads, shared memory files that are mapped, and pages of this process."""
+    files = sum("/dev/shm/" in line or "/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), files, pages
 
 
 @pytest.mark.full
-def test_ten_thousand_calls_need_no_more_resources(comm):
+@pytest.mark.parametrize("shared", [True, False], ids=["node", "network"])
+def test_ten_thousand_calls_need_no_more_resources(comm, monkeypatch, shared):
+    """With a watcher that is due at each wait of a second's tenth."""
     x, y = np.ones(1), np.empty(1)
-    with Communicator(comm) as ours:
-        for _ in range(1000):
-            ours.Allreduce(x, y)
+    monkeypatch.setenv("CHORUS_PATIENCE", "0.1")
+    with Communicator(comm, shared=shared) as ours:
+
+        def calls(count):
+            for _ in range(count):
+                ours.Allreduce(x, y)
+                ours.Iallreduce(x, y).Wait()
+                ours.bcast(None)
+            time.sleep(0.3 * (comm.rank == 0))  # the others wait long, and look for the cause
+            ours.Barrier()
+
+        calls(1000)
         *before, pages = resources()
-        for _ in range(10_000):
-            ours.Allreduce(x, y)
+        calls(3334)
         *after, more = resources()
         ours.Barrier()
-    assert before == after and more - pages < 100
+    assert before == after and more - pages < 100, (before, after, more - pages)
 
 
 def test_a_call_that_a_rank_has_left(world):

@@ -1,7 +1,9 @@
 """Waits with a time limit, and long waits: errors that name what was waited for, and cores left to others."""
 
+import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -336,6 +338,24 @@ def test_a_long_wait_leaves_the_core(world, own, how):
         (began, before), (ended, after) = samples
         if own.Get_size() > 1:
             assert (after - before) / (ended - began) < 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [True, False], ids=["node", "network"])
+def test_a_rank_that_is_stopped_for_20_seconds(world, shared):
+    """Its waiters use at most a second of the processor's time."""
+    if world.Get_size() == 1:
+        pytest.skip("nobody waits")
+    with opened(world, shared=shared) as comm:
+        wait(comm, "blocking")
+        if is_last(comm):
+            with subprocess.Popen(["sh", "-c", f"sleep 20; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        began, before = time.monotonic(), time.process_time()
+        wait(comm, "blocking")
+        used, waited = time.process_time() - before, time.monotonic() - began
+    print(f"rank {world.Get_rank()}: {used:.2f} s in {waited:.1f} s")
+    assert used < 1 and (waited > 15) != is_last(world)
 
 
 @pytest.mark.parametrize("timeout", [None, AMPLE])

@@ -127,6 +127,45 @@ def test_a_first_start_removes_states(ranks, folder):
     assert not list(folder.iterdir())
 
 
+def joined(found):
+    """Bytes of each tensor."""
+    slices, _ = found
+    tensors = {}
+    for name, _, values in slices:
+        tensors[name] = tensors.get(name, b"") + values
+    return tensors
+
+
+def test_fewer_ranks_go_on_with_the_same_bits(ranks, folder):
+    """All but rank 1, which is as good as dead."""
+    chosen, size = settings(reproducible=True), ranks.Get_size()
+    whole = joined(train(ranks, StateKeeper(ranks, folder.with_name("whole"), 0, 0), chosen, 9))
+    keeper = StateKeeper(ranks, folder, 0, 2, 1)
+    keeper.newest()
+    train(ranks, keeper, chosen, 4)
+    assert keeper.can_shrink
+    fewer = ranks.Split(MPI.UNDEFINED if ranks.Get_rank() == 1 else 0)
+    if fewer != MPI.COMM_NULL:
+        keeper.shrink(fewer)
+        kept = keeper.newest()
+        assert kept.step == 4 and fewer.Get_size() == max(1, size - 1)
+        assert joined(train(fewer, keeper, chosen, 7, kept)) != whole
+        keeper.shrink(fewer)  # again
+        kept = keeper.newest()
+        assert kept.step == 7 and joined(train(fewer, keeper, chosen, 9, kept)) == whole
+        fewer.Free()
+    ranks.Barrier()
+
+
+@pytest.mark.parametrize("more", [{"layout": "zero3"}, {"mesh": "dp=1"}, {"compress": "topk:0.1"}])
+def test_layouts_that_cannot_shrink(ranks, folder, more):
+    keeper = StateKeeper(ranks, folder, 0, 2, 1)
+    keeper.newest()
+    chosen = settings(**({"mesh": f"dp={ranks.Get_size()}"} if "mesh" in more else more))
+    train(ranks, keeper, chosen, 1)
+    assert not keeper.can_shrink
+
+
 def test_copies_on_another_node(ranks, folder, monkeypatch):
     """Two nodes, the second of which has lost its memory: its ranks get their states from the first."""
     size, rank = ranks.Get_size(), ranks.Get_rank()

@@ -15,7 +15,7 @@ from collectives.engine.extension import available, engine
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
 from collectives.engine.recorder import Recorder
 from collectives.runtime.record import watcher, writer
-from collectives.runtime.record.causes import causes, report
+from collectives.runtime.record.causes import calls_of, causes, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, VERSION, RankState, parts
 from collectives.runtime.record.reader import RankRecord, in_folder, is_active, map_record, read_record, running
@@ -223,13 +223,38 @@ WAITS, MADE = (3, 10**9, 0, 1, 2), (2, 1, 2, -1, -1)
             [r"rank 2 has left allreduce .* #3 before its end"],
         ),
         ([record(0, calls=[(3, 1, 0, -1, 2)], pid=(1 << 22) + 1)], ["rank 2 has no record.*", "rank 0 has died.*"]),
+        (
+            [
+                record(0, calls=[(2, 1, 0, -1, 1)]),
+                record(1, calls=[(2, 1, 0, -1, -1)], pid=(1 << 22) + 1),
+                record(2, calls=[MADE], rank_state=RankState.HAS_LEFT),
+            ],
+            [r"rank 1 has died, after .* #2"],
+        ),
     ],
-    ids=["none", "own code", "left", "never", "other call", "order", "unknown", "left the call", "dead"],
+    ids=[
+        "none",
+        "own code",
+        "left",
+        "never",
+        "other call",
+        "order",
+        "unknown",
+        "left the call",
+        "dead",
+        "dead in a call",
+    ],
 )
 def test_causes_of_waits(memories, expected):
     found = causes(map(of, memories), 5 * 10**9)
     assert len(found) == len(expected), found
     assert all(re.fullmatch(one, text) for one, text in zip(expected, found)), found
+
+
+def test_a_call_that_one_rank_has_not_made():
+    ranks = [calls_of(of(record(0, calls=[MADE, (3, 1, 2, -1, -1)]))), calls_of(of(record(1, calls=[MADE])))]
+    assert re.fullmatch(r"rank 0 has made allreduce \(.*\) #3, and rank 1 has not", unmatched_call(ranks))
+    assert not unmatched_call(ranks[:1]) and not unmatched_call([ranks[1], ranks[1]])
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("threadpoolctl")
 
+import restart_ranks
 from kill_ranks import ranks_of
+from mpi4py import MPI
 from mpi_launches import ROOT
 from support.launched_training import course, lines, same, until
-from support.launches import MPIEXEC, ended, needs_mpiexec, start_command
+from support.launches import MPIEXEC, ended, launch_environment, needs_mpiexec, start_command
 from support.program_runs import call
 from support.tiers import default
 
@@ -73,6 +75,8 @@ LAYOUTS = {
     "compressed": (2, ["--compress", "topk:0.1"]),
     "pp": (2, ["--layout", "pp", "--cuts", "0,1,2"]),
     "dp x tp": (4, ["--mesh", "dp=2,tp=2"]),
+    "ps": (3, ["--layout", "ps", "--servers", "2", "--reproducible"]),
+    "ps of replicas": (4, ["--layout", "ps", "--servers", "2", "--replicas", "2", "--reproducible"]),
 }
 
 
@@ -96,6 +100,16 @@ def test_a_killed_rank_changes_no_bit(begin, tmp_path, name):
     assert same(all_in(tmp_path / "usual")[-1], all_in(tmp_path / "c")[-1])
     assert course(tmp_path / "usual.jsonl") == course(tmp_path / "m.jsonl")
     assert not memory_of(process).exists()
+
+
+@pytest.mark.full
+@pytest.mark.skipif("Open MPI" not in MPI.Get_library_version(), reason="needs ULFM")
+@pytest.mark.timeout(240)
+def test_the_others_go_on(monkeypatch):
+    for name, value in launch_environment(MPIEXEC=MPIEXEC).items():
+        monkeypatch.setenv(name, value)
+    words = ["--ulfm", "--layouts", "dp", "--ranks", "4", "--times", "1", "--kills", "2", "--steps", "60"]
+    assert restart_ranks.main(words) == 0
 
 
 @pytest.mark.full
