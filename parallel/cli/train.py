@@ -234,9 +234,13 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 code = run(comm, parser, args, job, keeper)
                 break
-            except (StepFailed, PeerFailed, RankLeft, MPI.Exception):
+            except (StepFailed, PeerFailed, RankLeft, MPI.Exception) as error:
                 if survivors is None or keeper is None or not keeper.can_shrink or not survivors.shrink():
-                    raise
+                    if not isinstance(error, StepFailed):
+                        raise
+                    say(f"{parser.prog}: error: {error}")
+                    code = 1
+                    break
                 comm = survivors.comm
                 keeper.shrink(comm)
                 say(f"a rank has died: {comm.Get_size()} ranks go on")
