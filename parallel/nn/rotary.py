@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of elements of queries and keys are rotated by angles that grow with the position."""
+"""Rotary position embedding: pairs of elements of queries and keys are rotated by position-dependent angles."""
 
 from __future__ import annotations
 
