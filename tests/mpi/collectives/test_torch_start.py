@@ -49,6 +49,40 @@ def test_start_by_pytorch(world, method, monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that PyTorch has renamed
+def test_a_backend_for_another_device(world):
+    """CUDA tensors go to the backend that is named for them. Here they have no memory, and the backend is a fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed import fake_pg
+
+    assert fake_pg.FakeStore
+    dist.init_process_group("cpu:chorus,cuda:fake", init_method="mpi://", timeout=LIMIT)
+    rank, size, mine = world.Get_rank(), world.Get_size(), torch.ones(2)
+    with FakeTensorMode():
+        there, part = torch.ones(2 * size, device="cuda"), torch.ones(2, device="cuda")
+        calls = [
+            lambda: dist.all_reduce(there),
+            lambda: dist.all_gather_into_tensor(there, part),
+            lambda: dist.reduce_scatter_tensor(part, there),
+            lambda: dist.all_to_all_single(there, there),
+        ]
+        for call in calls:
+            call()
+    dist.all_reduce(mine)
+    group = dist.group.WORLD
+    assert mine.tolist() == [size, size] and dist.get_rank() == rank
+    assert dist.get_backend(group.other(torch.device("cuda"))) == "fake"
+    assert [each.type for each in group._device_types] == ["cpu", "cuda"]
+    with pytest.raises(TypeError, match="as in 'cpu:chorus,meta:nccl'; found a tensor on meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    alone = dist.new_group([0], backend="cpu:chorus,cuda:fake")
+    if rank == 0:
+        with FakeTensorMode():
+            dist.all_reduce(torch.ones(2, device="cuda"), group=alone)
+        assert alone.other(torch.device("cuda")).size() == 1
+    dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint")
 def test_page(world, folder, monkeypatch):
     """The programs of the guide, as one."""
