@@ -208,6 +208,8 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
+    _set_group_name, group_name = setGroupName, property(getGroupName)  # type: ignore[assignment]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
         self._timeout = timeout.total_seconds()

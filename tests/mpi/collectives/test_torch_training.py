@@ -14,7 +14,9 @@ from collectives.torch import Int8State, PowerSGDState, int8_hook, powersgd_hook
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier", "ignore:TypedStorage"
+)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["inline", "overlap"])
