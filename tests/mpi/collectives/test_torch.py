@@ -276,6 +276,11 @@ def test_messages(group):
         assert senders == {*range(1, size)}
     else:
         dist.send(sent[0], 0, tag=3)
+    number = torch.tensor(-1.0)  # without dimensions
+    sending = dist.isend(torch.tensor(float(rank)), right)
+    dist.recv(number, left)
+    sending.wait()
+    assert number.item() == left
     work = dist.isend(sent[0], right)  # long: it goes on while both ranks wait in a collective
     dist.all_reduce(torch.ones(1))
     dist.recv(found[0], left)
