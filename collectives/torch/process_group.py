@@ -208,7 +208,7 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return self._name
 
-    _set_group_name, group_name = setGroupName, property(getGroupName)  # type: ignore[assignment]
+    _set_group_name, group_name = setGroupName, property(getGroupName)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
