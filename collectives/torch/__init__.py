@@ -13,10 +13,10 @@ from importlib.util import find_spec
 if find_spec("torch") is None:
     raise ImportError("collectives.torch needs PyTorch: install it with `pip install 'chorus-mpi[torch]'`")
 
-from collectives.torch.hooks import Int8State, int8_hook
+from collectives.torch.hooks import Int8State, PowerSGDState, int8_hook, powersgd_hook
 from collectives.torch.launch import init, register
 from collectives.torch.process_group import ProcessGroup
 
 register()
 
-__all__ = ["Int8State", "ProcessGroup", "init", "int8_hook"]
+__all__ = ["Int8State", "PowerSGDState", "ProcessGroup", "init", "int8_hook", "powersgd_hook"]

@@ -79,7 +79,9 @@ class Messages:
         if not 0 <= tag < self._barrier_tag:  # MPI's largest tag is of the barrier
             raise InvalidArgument(MPI.ERR_TAG, f"tag: expected 0 <= tag < {self._barrier_tag}, found {tag}")
         block = Block(tensors, sends)
-        request = (self._comm.Isend if sends else self._comm.Irecv)([block.array.view(np.uint8), MPI.BYTE], peer, tag)
+        request = (self._comm.Isend if sends else self._comm.Irecv)(
+            [block.array.reshape(-1).view(np.uint8), MPI.BYTE], peer, tag
+        )
         name = "any rank" if peer == MPI.ANY_SOURCE else f"rank {peer}"
         awaited = Others("message", f"to send to {name}" if sends else f"for a message from {name}")
 

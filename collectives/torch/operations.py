@@ -65,7 +65,7 @@ def reduction_of(op: Any) -> Reduction:
         return plain
     if kind != ReduceOp.PREMUL_SUM:
         raise TypeError(f"op: expected one of {[each.name for each in REDUCTIONS]}, found {kind}")
-    return Reduction(MPI.SUM, op.factor)
+    return Reduction(MPI.SUM, op.__getstate__()[1])  # before 2.13 it has no attribute `factor`
 
 
 def sum_sparse(tensor: torch.Tensor, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import distributed_c10d as c10d
 
 from collectives.communicator import Communicator
 from collectives.errors import Mismatch, Timeout
@@ -54,7 +55,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     Tensors are CPU tensors of any dtype that NumPy or ml_dtypes has, of any layout; dense ones are used in place,
     others are copied. `allreduce` also takes sparse COO tensors. Integer averages are rounded towards zero; of bools
-    a sum is "or".
+    a sum is "or". Calls with tensors on another device go to a group over the backend that the program has named for
+    it, as in "cpu:chorus,cuda:nccl".
 
     Parameters
     ----------
@@ -87,11 +89,29 @@ class ProcessGroup(dist.ProcessGroup):
         self._worker = Worker(comm.Dup()) if overlap else None
         self._turn, self._has_failed = 0, False
         self._coalesced: list[dist.Work] | None = None
+        self._others: dict[str, dist.ProcessGroup] = {}
         self._name = ""
 
-    def _call(self, operation: GroupOperation, *arguments: Any, **keywords: Any) -> dist.Work:
-        """Run a collective, or submit it to the thread."""
+    def other(self, device: torch.device) -> dist.ProcessGroup:
+        """Group of the same ranks for tensors on another device than the CPU. Collective in the first call.
+
+        TypeError if the program has named no backend for such a device.
+        """
+        if device.type not in self._others:
+            backends = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[self])).get_device_backend_map()
+            if backends.get(device.type, "chorus") == "chorus":
+                expected = f"CPU tensors, or a backend for others as in 'cpu:chorus,{device.type}:nccl'"
+                raise TypeError(f"expected {expected}; found a tensor on {device}")
+            options = {"backend": backends[device.type], "timeout": timedelta(seconds=self._timeout)}
+            ranks = dist.get_process_group_ranks(self)
+            self._others[device.type] = dist.new_group(ranks, use_local_synchronization=True, **options)
+        return self._others[device.type]
+
+    def _call(self, operation: GroupOperation, name: str, *arguments: Any, **keywords: Any) -> dist.Work:
+        """Run a collective by one of its names, or submit it to the thread."""
         *given, options = call = _normalized(operation, arguments, keywords)
+        if (first := _first(given)) is not None and not first.is_cpu:
+            return getattr(self.other(first.device), name)(*arguments, **keywords)
         seconds = options.timeout.total_seconds()  # negative if not set
         settings = self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
         is_async = getattr(options, "asyncOp", True)
@@ -123,9 +143,16 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _message(self, name: str, *arguments: Any) -> dist.Work:
+    def _message(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        if not tensors[0].is_cpu:
+            other = self.other(tensors[0].device)
+            return (
+                other.recv_anysource(tensors, tag)
+                if peer == MPI.ANY_SOURCE
+                else getattr(other, name)(tensors, peer, tag)
+            )
         guard = partial(self._guard, (name, self._next_turn()))
-        return self._noted(guard(self._messages.start, *arguments, name == "send", self._timeout, guard))
+        return self._noted(guard(self._messages.start, tensors, peer, tag, name == "send", self._timeout, guard))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor to a rank of the group."""
@@ -141,10 +168,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         """Begin a group of calls."""
-        self._coalesced = []
+        if device is not None and device.type != "cpu":
+            self.other(device)._start_coalescing(device)
+        else:
+            self._coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         """End a group of calls. Return one handle for all."""
+        if device is not None and device.type != "cpu":
+            return self.other(device)._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return SeveralWork(works)
 
@@ -163,7 +195,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), *map(torch.device, self._others)]
 
     def getBackendName(self) -> str:
         return "chorus"
@@ -175,6 +207,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         return self._name
+
+    _set_group_name, group_name = setGroupName, property(getGroupName)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
@@ -199,6 +233,16 @@ class ProcessGroup(dist.ProcessGroup):
         self._worker = None
 
     abort = shutdown
+
+
+def _first(given: Sequence[Any]) -> torch.Tensor | None:
+    """First tensor of the arguments of a call, in lists of any depth. None if there is none, as in a barrier."""
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list | tuple) and (found := _first(value)) is not None:
+            return found
+    return None
 
 
 def _results(given: Sequence[Any]) -> list[torch.Tensor]:
@@ -235,7 +279,7 @@ def _nested(value: Any, depth: int) -> Any:
 
 def _method(operation: GroupOperation, name: str) -> Callable[..., dist.Work]:
     def call(self: ProcessGroup, *arguments: Any, **keywords: Any) -> dist.Work:
-        return self._call(operation, *arguments, **keywords)
+        return self._call(operation, name, *arguments, **keywords)
 
     call.__name__, call.__qualname__ = name, f"ProcessGroup.{name}"
     call.__doc__ = f"Collective `{operation.names.split()[0]}`, with PyTorch's options, or with {operation.fields}."

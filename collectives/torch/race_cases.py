@@ -10,6 +10,10 @@ from collectives.torch.launch import init
 
 ROOT = 0
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Collectives that PyTorch has renamed."""
+
 
 class RaceBuffers:
     """float32 tensors of one contestant: `whole` of `nbytes`, rounded up to equal blocks, and one `block`.
@@ -70,10 +74,8 @@ CASES = {
     "reduce": _Case(lambda b: dist.reduce(b.whole, ROOT, group=b.group), "whole", "whole", "sum", True),
     "scatter": _Case(lambda b: dist.scatter(b.block, b.blocks(), ROOT, b.group), "whole", "block", "root"),
     "gather": _Case(lambda b: dist.gather(b.block, b.blocks(), ROOT, b.group), "block", "whole", "each", True),
-    "allgather": _Case(lambda b: dist.all_gather_single(b.whole, b.block, b.group), "block", "whole", "each"),
-    "reduce_scatter": _Case(
-        lambda b: dist.reduce_scatter_single(b.block, b.whole, group=b.group), "whole", "block", "sum"
-    ),
+    "allgather": _Case(lambda b: all_gather_single(b.whole, b.block, b.group), "block", "whole", "each"),
+    "reduce_scatter": _Case(lambda b: reduce_scatter_single(b.block, b.whole, group=b.group), "whole", "block", "sum"),
     "allreduce": _Case(lambda b: dist.all_reduce(b.whole, group=b.group), "whole", "whole", "sum"),
     "alltoall": _Case(lambda b: dist.all_to_all_single(b.other, b.whole, group=b.group), "whole", "other", "each"),
     "barrier": _Case(lambda b: dist.barrier(b.group), "block", "block", "root"),

@@ -75,8 +75,10 @@ class Block:
             if len({tensor.dtype for tensor in tensors}) > 1:
                 raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
             if load:
-                # an array does not see PyTorch's lazy conjugation and negation
-                whole = torch.cat([tensor.reshape(-1) for tensor in self._tensors]).resolve_conj().resolve_neg()
+                # An array does not see PyTorch's lazy conjugation and negation. Some types are moved, not joined.
+                parts = [tensor.reshape(-1).resolve_conj().resolve_neg() for tensor in self._tensors]
+                dtype = parts[0].dtype
+                whole = torch.cat([part.view(VIEWS.get(dtype, (dtype,))[0]) for part in parts]).view(dtype)
             else:
                 whole = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
         self.tensor, self.array = whole, array_of(whole)

@@ -12,7 +12,7 @@ from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
-from parallel.nn.gated import SwiGLU, gated_transformer
+from parallel.nn.gated import LlamaOptions, SwiGLU, gated_transformer
 from parallel.nn.generation import generate
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import L1, MSE, BCEWithLogits, Huber, Loss, SoftmaxCrossEntropy
@@ -47,6 +47,7 @@ __all__ = [
     "Huber",
     "LayerNorm",
     "Linear",
+    "LlamaOptions",
     "Loss",
     "MaxPool2d",
     "Operator",

@@ -15,6 +15,7 @@ from parallel.nn.attention_tiles import (
     visible_tiles,
 )
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode
+from parallel.nn.rotary import Rotary
 from quant.types import Array
 
 
@@ -46,6 +47,11 @@ class Heads(NamedTuple):
         q = rows[:, :, : self.queries].reshape(batch, length, self.groups, self.queries // self.groups, each)
         kv = rows[:, :, self.queries :].reshape(batch, length, 2, self.groups, each)
         return xp.ascontiguousarray(q.transpose(0, 2, 3, 1, 4)), xp.ascontiguousarray(kv.transpose(2, 0, 3, 1, 4))
+
+    def queries_and_keys(self, x: Array) -> Array:
+        """View of the queries and keys of x (batch, n, packed * d), of shape (batch, n, queries + groups, d)."""
+        rows = x.reshape(*x.shape[:2], self.packed, x.shape[2] // self.packed)
+        return rows[:, :, : self.queries + self.groups]
 
     def join(self, dq: Array, dkv: Array, dtype: Any) -> Array:
         """Packed array of `dtype`, the inverse of `split`."""
@@ -80,26 +86,66 @@ class BlockwiseAttention(Operator):
     heads, kv_heads : int
         `kv_heads` (default: `heads`) divides `heads`: grouped-query attention (Ainslie et al., arXiv:2305.13245).
     mask : AttentionMask
+    rotary : Rotary, optional
+        Rotation of queries and keys by their positions, for heads of even width.
     """
 
     fixed = ("heads",)
 
-    def __init__(self, heads: int, kv_heads: int | None = None, mask: AttentionMask = CAUSAL):
-        self.heads, self.mask = Heads.of(heads, kv_heads), mask
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int | None = None,
+        mask: AttentionMask = CAUSAL,
+        rotary: Rotary | None = None,
+    ):
+        self.heads, self.mask, self.rotary = Heads.of(heads, kv_heads), mask, rotary
 
     @property
     def continues(self) -> bool:
         """True of causal attention."""
         return self.mask.causal
 
-    def _expect(self, x: Any) -> None:
+    @property
+    def context(self) -> int | None:
+        """Number of positions that the rotation has. None: no limit."""
+        return None if self.rotary is None else self.rotary.context
+
+    def _expect(self, x: Any, before: int = 0) -> None:
         fits = len(x.shape) == 3 and x.shape[2] % self.heads.packed == 0
         expect(fits, self, f"an array of shape (batch, length, multiple of {self.heads.packed} heads)", x)
+        if self.context is not None:
+            fits = before + x.shape[1] <= self.context
+            expect(fits, self, f"at most {self.context} positions, {before} before", x)
+            expect(x.shape[2] // self.heads.packed % 2 == 0, self, "heads of even width", x)
+
+    def _positions(self, x: Array, before: int) -> tuple[range, ...]:
+        """Positions of the tokens of x, with `before` earlier ones."""
+        return (range(before, before + x.shape[1]),)
+
+    def _rotated(self, x: Array, before: int = 0) -> Array:
+        """Packed q, k, v with queries and keys rotated: a copy, or x itself without rotation."""
+        if self.rotary is None:
+            return x
+        y = x.copy()
+        self.rotary.rotate(self.heads.queries_and_keys(y), self._positions(y, before))
+        return y
+
+    def _rotated_back(self, dx: Array) -> Array:
+        """Gradient of x, in place, from the gradient of its rotated copy."""
+        if self.rotary is not None:
+            self.rotary.rotate(self.heads.queries_and_keys(dx), self._positions(dx, 0), -1)
+        return dx
+
+    def _rotation_work(self, x: ArraySpec) -> int:
+        """Bytes of the temporary arrays of a rotation."""
+        return 0 if self.rotary is None else 3 * elements(x) * kernels.wide(x.dtype).itemsize
 
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Attention; saves x, the result, and the log of the sum of exponentials of each query and head."""
-        self._expect(x)
-        q, kv = self.heads.split(x)
+        before = 0 if run.past is None else run.past.length
+        self._expect(x, before)
+        q, kv = self.heads.split(self._rotated(x, before))
         kv = kv if run.past is None else run.past.extended(kv, kernels.array_namespace(x))
         out, log_sum = self._attend(q, kv)
         y = self.heads.merge(out)
@@ -107,9 +153,9 @@ class BlockwiseAttention(Operator):
 
     def backward(self, dy: Array, saved: Any, grads: GradientSink) -> Array:
         x, y, log_sum = saved
-        q, kv = self.heads.split(x)
+        q, kv = self.heads.split(self._rotated(x))
         dq, dkv = self._attend_backward(q, kv, self.heads.separate(y), log_sum, self.heads.separate(dy))
-        return self.heads.join(dq, dkv, x.dtype)
+        return self._rotated_back(self.heads.join(dq, dkv, x.dtype))
 
     def _attend(self, q: Array, kv: Array) -> tuple[Array, Array]:
         """Result, of the shape and dtype of q, the last positions of kv, and log of the sum of exponentials."""
@@ -141,6 +187,6 @@ class BlockwiseAttention(Operator):
         y = ArraySpec((batch, length, self.heads.queries * width), x.dtype)
         log_sum = ArraySpec((batch, self.heads.groups, self.heads.queries // self.heads.groups, length), wide)
         copies = (elements(x) + 3 * elements(y)) * x.dtype.itemsize + (elements(x) + 2 * elements(y)) * wide.itemsize
-        work = copies + 3 * batch * self.heads.queries * largest * wide.itemsize
+        work = copies + 3 * batch * self.heads.queries * largest * wide.itemsize + self._rotation_work(x)
         flops = 4 * batch * pairs * self.heads.queries * width
         return OperatorOutline(y, (x, y, log_sum), flops, work, recomputed=flops // 2)

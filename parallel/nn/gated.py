@@ -1,6 +1,7 @@
 """Decoder-only transformer with a gated feed-forward layer and grouped key/value heads."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from parallel.nn import kernels
@@ -14,6 +15,7 @@ from parallel.nn.norm import RMSNorm
 from parallel.nn.operator import ArraySpec, GradientSink, Operator, OperatorOutline, PassMode, normal
 from parallel.nn.placement import Features
 from parallel.nn.recompute import recompute_kinds, unit_of
+from parallel.nn.rotary import Rotary
 from quant.types import Array
 
 
@@ -52,6 +54,28 @@ class SwiGLU(Operator):
         return OperatorOutline(ArraySpec((*x.shape[:-1], self.features), x.dtype), x, 0, work)
 
 
+@dataclass(frozen=True)
+class LlamaOptions:
+    """Options of `gated_transformer` with which it is LlamaForCausalLM of Hugging Face, whose names are in brackets.
+
+    Attributes
+    ----------
+    base : float
+        Of the angles of rotary positions (``rope_theta``). Scaled angles (``rope_scaling``) are not supported.
+    hidden : int, optional
+        Features of the feed-forward layer (``intermediate_size``). By default 8/3 of the width, rounded up.
+    tied : bool
+        True if the output has the weights of the embedding (``tie_word_embeddings``).
+    eps : float
+        Added to the mean square in norms (``rms_norm_eps``).
+    """
+
+    base: float = 1e4
+    hidden: int | None = None
+    tied: bool = False
+    eps: float = 1e-5
+
+
 def gated_transformer(
     vocabulary: int,
     context: int,
@@ -62,16 +86,21 @@ def gated_transformer(
     kv_heads: int | None = None,
     dropout: float = 0.0,
     recompute: bool | str = False,
+    llama: LlamaOptions | None = None,
 ) -> Sequential:
     """Decoder-only transformer with RMSNorm, grouped key/value heads, SwiGLU and no biases, like Llama.
 
     Touvron et al., arXiv:2302.13971; positions are learned and the output tied, as in
     `parallel.nn.models.transformer`, whose arguments it takes.
     `kv_heads`, by default `heads`, divides `heads`. The feed-forward layer has 8/3 `width` hidden features, rounded up.
+    With `llama`, positions are rotary, in each attention, and the other options are those of Llama. Without it, they
+    are the default ones with a tied output.
     """
     if whole_number("heads", heads) < 1 or whole_number("width", width) % heads:
         raise ValueError(f"heads: expected a divisor of the width {width}, found {heads}")
-    groups, hidden = BlockwiseAttention(heads, kv_heads).heads.groups, -(-8 * width // 3)
+    options, rotary = llama or LlamaOptions(tied=True), None if llama is None else Rotary(context, llama.base)
+    groups = BlockwiseAttention(heads, kv_heads).heads.groups
+    hidden = -(-8 * width // 3) if options.hidden is None else whole_number("hidden", options.hidden, 1)
     init, init_out = normal(0.02), normal(0.02 / math.sqrt(2 * max(whole_number("layers", layers), 1)))
 
     def linear(inputs: int, outputs: int, rows: Features, columns: Features) -> Linear:
@@ -84,25 +113,27 @@ def gated_transformer(
     packed = Features(groups, (heads // groups * each, each, each), heads // groups)
     embedding = Embedding(vocabulary, width, init=init)
     drop: list[Operator] = [Dropout(dropout)] if dropout else []
-    units: list[Operator] = [Sequential([embedding, PositionEmbedding(context, width, init=init), *drop])]
+    learned = [PositionEmbedding(context, width, init=init)] if rotary is None else []
+    units: list[Operator] = [Sequential([embedding, *learned, *drop])]
     for kind in recompute_kinds(recompute, layers):
-        attention = BlockwiseAttention(heads, groups)
+        attention = BlockwiseAttention(heads, groups, rotary=rotary)
         halves: list[list[Operator]] = [
             [
-                RMSNorm(width),
+                RMSNorm(width, options.eps),
                 linear(width, (heads + 2 * groups) * each, residual, packed),
                 Recompute(attention) if kind == "selective" else attention,
                 linear(width, width, Features(groups, packed.widths[:1], packed.pieces), residual),
             ],
             [
-                RMSNorm(width),
+                RMSNorm(width, options.eps),
                 linear(width, 2 * hidden, residual, Features(hidden, (1, 1))),
                 SwiGLU(hidden),
                 linear(hidden, width, Features(hidden), residual),
             ],
         ]
         units.append(unit_of([Residual(Sequential([*half, *drop])) for half in halves], kind == "full"))
-    units.append(Sequential([RMSNorm(width), Unembedding(embedding)]))
+    output = Unembedding(embedding if options.tied else Embedding(vocabulary, width, init=init))
+    units.append(Sequential([RMSNorm(width, options.eps), output]))
     cuts = {"0.0": "vocabulary", f"{layers + 1}.1": "vocabulary", **(CUTS if layers else {})}
     return Sequential(units, cuts=cuts)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from parallel.nn import kernels
 from parallel.nn.array_checks import whole_number
+from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.embedding import PositionEmbedding
 from parallel.nn.operator import Operator, PassMode, forward_of
 from parallel.nn.pass_mode import Past
@@ -72,7 +73,8 @@ def generate(
 def _scores(model: Operator, known: Sequence[int], cached: bool) -> Iterator[Array]:
     """Yield scores of the token that follows the `known` ones, to which each next one has been added before."""
     operators = operators_in(model)
-    limits = [one.context for one in operators if isinstance(one, PositionEmbedding)]
+    positioned = [one for one in operators if isinstance(one, PositionEmbedding | BlockwiseAttention)]
+    limits = [one.context for one in positioned if one.context is not None]
     cached = cached and all(one.continues for one in operators)
     start, past = 0, Past()
     while True:

@@ -228,8 +228,12 @@ def _gpt2_entries(model: Any) -> Iterator[Entry]:
 
 def _llama_entries(model: Any) -> Iterator[Entry]:
     """Entries of LlamaForCausalLM. Learned positions, which that does not have, are ``model.embed_positions``."""
-    yield Entry("0.0.weight", ("model.embed_tokens.weight",), aliases=("lm_head.weight",))
-    yield Entry("0.1.weight", ("model.embed_positions.weight",))
+    output, known = f"{_blocks(model) + 1}.1.weight", _members(model).keys()
+    yield Entry("0.0.weight", ("model.embed_tokens.weight",), aliases=() if output in known else ("lm_head.weight",))
+    if output in known:
+        yield Entry(output, ("lm_head.weight",))
+    if "0.1.weight" in known:
+        yield Entry("0.1.weight", ("model.embed_positions.weight",))
     heads = next((one.heads for _, one in model.walk() if isinstance(one, BlockwiseAttention)), None)
     shares = (1, 1, 1) if heads is None else (heads.queries, heads.groups, heads.groups)
     for at in range(_blocks(model)):

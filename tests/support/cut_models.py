@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.gated import gated_transformer
+from parallel.nn.gated import LlamaOptions, gated_transformer
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
@@ -64,6 +64,14 @@ CASES = {
     ),
     "gated, two kv heads": ModelCase(
         lambda: gated_transformer(TOKENS, CONTEXT, 1, 8, 16, kv_heads=2), SoftmaxCrossEntropy, tokens, tokens
+    ),
+    "llama": ModelCase(
+        lambda: gated_transformer(
+            TOKENS, CONTEXT, 2, 6, 24, kv_heads=3, dropout=0.2, recompute="selective,none", llama=LlamaOptions(50.0)
+        ),
+        SoftmaxCrossEntropy,
+        tokens,
+        ignored,
     ),
     "mlp": ModelCase(lambda: mlp([12, 11, 5]), SoftmaxCrossEntropy, lambda r: r.normal(size=(6, 3, 4)), classes),
     "mlp dropout": ModelCase(

@@ -13,19 +13,20 @@ import numpy as np
 from parallel.nn import models
 from parallel.nn.activation import GELU, ReLU, SiLU
 from parallel.nn.attention import CausalAttention, self_attention
-from parallel.nn.attention_mask import FULL, AttentionMask
+from parallel.nn.attention_mask import CAUSAL, FULL, AttentionMask
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.compose import Recompute, Residual, Sequential
 from parallel.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from parallel.nn.dropout import Dropout
 from parallel.nn.embedding import Embedding, PositionEmbedding, Unembedding
 from parallel.nn.flat_params import FlatParams
-from parallel.nn.gated import SwiGLU, gated_transformer
+from parallel.nn.gated import LlamaOptions, SwiGLU, gated_transformer
 from parallel.nn.kernels import device_products
 from parallel.nn.linear import Flatten, Linear
 from parallel.nn.loss import MSE, SoftmaxCrossEntropy
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import Operator, PassMode
+from parallel.nn.rotary import Rotary
 from parallel.nn.router import RouterSettings
 from support.mixture_cases import mixture
 
@@ -77,6 +78,17 @@ def attend_grouped(torch, x, p, heads, kv_heads, mask):
     seen = torch.from_numpy(seen_keys(mask, length))
     y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return y.transpose(1, 2).reshape(batch, length, heads * width)
+
+
+def attend_rotated(torch, x, p, heads, kv_heads):
+    """Causal attention as `attend_grouped`, of queries and keys that are rotated as complex numbers."""
+    batch, length, width = x.shape[0], x.shape[1], x.shape[2] // (heads + 2 * kv_heads)
+    turned, values = x.split([(heads + kv_heads) * width, kv_heads * width], dim=2)
+    turned = turned.reshape(batch, length, -1, 2, width // 2)
+    angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(width // 2) * 2 / width)).to(x.dtype)
+    turned = torch.complex(turned[..., 0, :], turned[..., 1, :]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = torch.cat([turned.real, turned.imag], -1).reshape(batch, length, -1)
+    return attend_grouped(torch, torch.cat([turned, values], -1), p, heads, kv_heads, CAUSAL)
 
 
 def seen_keys(mask, length):
@@ -157,6 +169,12 @@ CASES = {
     "gated transformer": Case(
         partial(gated_transformer, 11, 8, 1, 4, 8, kv_heads=2, recompute=True), ((2, 7),), ((2, 9),), tokens=11
     ),
+    "llama": Case(
+        partial(gated_transformer, 11, 8, 1, 2, 8, kv_heads=1, llama=LlamaOptions(hidden=6)),
+        ((2, 7),),
+        ((2, 9),),
+        tokens=11,
+    ),
     "silu": Case(SiLU, ANY, (), lambda torch, x, p: torch.nn.functional.silu(x)),
     "layer norm": Case(partial(LayerNorm, 6), ((2, 3, 6), (1, 6), (0, 6)), ((2, 5), (6,)), norm),
     "rms norm": Case(
@@ -202,6 +220,12 @@ CASES = {
         ((2, 70, 12),),
         (),
         partial(attend_grouped, heads=4, kv_heads=1, mask=AttentionMask(window=9, documents=(3, 40))),
+    ),
+    "blockwise attention, rotated": Case(
+        partial(BlockwiseAttention, 4, 2, rotary=Rotary(300, 100.0)),
+        ((2, 5, 48), (1, 300, 16), (1, 1, 16), (2, 0, 16), (0, 5, 16)),
+        ((2, 5, 24), (1, 301, 16)),
+        partial(attend_rotated, heads=4, kv_heads=2),
     ),
     "self-attention": Case(
         partial(self_attention, 8, 2),

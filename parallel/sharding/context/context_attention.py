@@ -12,7 +12,9 @@ from parallel.nn.attention_mask import CAUSAL, AttentionMask
 from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.operator import ArraySpec, OperatorOutline, Parameter
 from parallel.nn.placement import Placement, Shard
+from parallel.nn.rotary import Rotary
 from parallel.sharding.context.sequence_division import Blocks, SequenceDivision
+from quant.types import Array
 
 
 class ContextAttention(BlockwiseAttention):
@@ -24,7 +26,7 @@ class ContextAttention(BlockwiseAttention):
         With `name`, `rank`, `size` and `comm`.
     division : SequenceDivision
         Over the ranks of the axis. Sequences have its length.
-    heads, kv_heads, mask
+    heads, kv_heads, mask, rotary
         See `BlockwiseAttention`. Positions are positions in the whole sequence.
     """
 
@@ -37,8 +39,11 @@ class ContextAttention(BlockwiseAttention):
         heads: int,
         kv_heads: int | None = None,
         mask: AttentionMask = CAUSAL,
+        rotary: Rotary | None = None,
     ):
-        super().__init__(heads, kv_heads, mask)
+        super().__init__(heads, kv_heads, mask, rotary)
+        if self.context is not None and division.length > self.context:
+            raise ValueError(f"length: expected at most {self.context} positions, found {division.length}")
         if division.ranks != axis.size:
             raise ValueError(f"division: expected one over {axis.size} ranks, found {division}")
         self.axis, self.division = axis, division
@@ -48,8 +53,11 @@ class ContextAttention(BlockwiseAttention):
         """Positions of this rank's tokens."""
         return self.division.blocks(self.axis.rank)
 
-    def _expect(self, x: Any) -> None:
-        super()._expect(x)
+    def _positions(self, x: Array, before: int) -> Blocks:
+        return self.blocks
+
+    def _expect(self, x: Any, before: int = 0) -> None:
+        super()._expect(x, before)
         size = self.division.size(self.axis.rank)
         expected = f"{size} of {self.division.length} positions on rank {self.axis.rank} of {self.axis.size}"
         expect(x.shape[1] == size, self, expected, x)

@@ -76,7 +76,7 @@ def _causal(operator: CausalAttention, how: ModelDivision) -> Operator:
 
 
 def _blockwise(operator: BlockwiseAttention, how: ModelDivision) -> Operator:
-    return linked(how.attention(how.axis, how.division, *operator.heads, operator.mask), operator)
+    return linked(how.attention(how.axis, how.division, *operator.heads, operator.mask, operator.rotary), operator)
 
 
 def _part(operator: PartOfTokens, how: ModelDivision) -> Operator:

@@ -46,7 +46,7 @@ class UlyssesAttention(ContextAttention):
     def forward(self, x: Array, run: PassMode) -> tuple[Array, Any]:
         """Attention. Saves queries, keys, values and results of this rank's heads over the whole sequence."""
         self._expect(x)
-        q, kv = self.heads.split(x)
+        q, kv = self.heads.split(self._rotated(x))
         batch, _, _, length, width = q.shape
         q = self._to_heads(q.reshape(1, batch, self.heads.queries, length, width), self._q_slices())
         kv = self._to_heads(kv, self._kv_slices())
@@ -66,7 +66,7 @@ class UlyssesAttention(ContextAttention):
         dq, dkv = kernels.narrow(dq, q.dtype), kernels.narrow(dkv, q.dtype)
         dq = self._to_tokens(self._flat(dq), self._q_slices())
         shape = (batch, self.heads.groups, self.heads.queries // self.heads.groups, length, width)
-        return self.heads.join(dq.reshape(shape), self._to_tokens(dkv, self._kv_slices()), dy.dtype)
+        return self._rotated_back(self.heads.join(dq.reshape(shape), self._to_tokens(dkv, self._kv_slices()), dy.dtype))
 
     def _q_slices(self) -> list[slice]:
         """Query heads of each rank."""
@@ -118,4 +118,5 @@ class UlyssesAttention(ContextAttention):
         kv = ArraySpec((2, batch, self.local.groups, length, width), x.dtype)
         y = ArraySpec((batch, x.shape[1], self.heads.queries * width), x.dtype)
         saved = q, kv, ArraySpec(q.shape, out.dtype), log_sum
-        return inner._replace(y=y, saved=saved, work=inner.work + 2 * x.nbytes + 2 * y.nbytes)
+        work = inner.work + 2 * x.nbytes + 2 * y.nbytes + self._rotation_work(x)
+        return inner._replace(y=y, saved=saved, work=work)

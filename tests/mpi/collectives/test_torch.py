@@ -36,7 +36,7 @@ def operand(rank, length, dtype, step=1):
 
 def spread(tensor):
     """The same elements, with gaps between them."""
-    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+    return tensor.new_empty((*tensor.shape, 2))[..., 0].copy_(tensor)
 
 
 LAYOUTS = {"dense": lambda tensor: tensor, "spread": spread, "transposed": lambda tensor: tensor.view(2, -1).t()}
@@ -93,7 +93,7 @@ def test_reductions(group, op, dtype, layout):
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor([2.0])], ids=["number", "tensor"])
 def test_sums_of_multiples(group, factor):
-    op, size = ReduceOp.PREMUL_SUM(factor), group.size()
+    op, size = dist._make_nccl_premul_sum(factor), group.size()
     mine = torch.full((2,), 2.0 * group.rank())
     dist.all_reduce(mine, op)
     assert (mine == sum(2.0 * rank * factor for rank in range(size))).all()
@@ -276,6 +276,11 @@ def test_messages(group):
         assert senders == {*range(1, size)}
     else:
         dist.send(sent[0], 0, tag=3)
+    number = torch.tensor(-1.0)  # without dimensions
+    sending = dist.isend(torch.tensor(float(rank)), right)
+    dist.recv(number, left)
+    sending.wait()
+    assert number.item() == left
     work = dist.isend(sent[0], right)  # long: it goes on while both ranks wait in a collective
     dist.all_reduce(torch.ones(1))
     dist.recv(found[0], left)

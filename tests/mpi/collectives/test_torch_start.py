@@ -49,7 +49,43 @@ def test_start_by_pytorch(world, method, monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint")
+class RecordedCalls:
+    """Group that keeps the names of the methods that are called."""
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.names.append(name)
+
+
+def test_a_backend_for_another_device(world):
+    """CUDA tensors, here without memory, go to the backend that is named for them, here a fake."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed import fake_pg
+
+    assert fake_pg.FakeStore  # its module registers the backend
+    dist.init_process_group("cpu:chorus,cuda:fake", init_method="mpi://", timeout=LIMIT)
+    group, size, mine = dist.group.WORLD, world.Get_size(), torch.ones(2)
+    made = group.other(torch.device("cuda"))
+    assert dist.get_backend(made) == "fake" and (made.rank(), made.size()) == (world.Get_rank(), size)
+    assert [each.type for each in group._device_types] == ["cpu", "cuda"]
+    calls = group._others["cuda"] = RecordedCalls()
+    with FakeTensorMode():
+        there = torch.ones(2, device="cuda")
+        group.allreduce([there]), group._allgather_base(there, there), group.alltoall_base(there, there, [], [])
+        group.send([there], 0, 1), group.recv([there], 0, 1), group.recv_anysource([there], 1)
+        group._start_coalescing(there.device), group.broadcast([there]), group._end_coalescing(there.device)
+    collectives = ["allreduce", "_allgather_base", "alltoall_base", "send", "recv", "recv_anysource"]
+    assert calls.names == [*collectives, "_start_coalescing", "broadcast", "_end_coalescing"]
+    dist.all_reduce(mine)
+    assert mine.tolist() == [size, size]
+    with pytest.raises(TypeError, match="as in 'cpu:chorus,meta:nccl'; found a tensor on meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:TypedStorage")
 def test_page(world, folder, monkeypatch):
     """The programs of the guide, as one."""
     monkeypatch.chdir(folder)

@@ -10,11 +10,13 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import collectives.torch  # noqa: E402
-from collectives.torch import Int8State, int8_hook  # noqa: E402
+from collectives.torch import Int8State, PowerSGDState, int8_hook, powersgd_hook  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier", "ignore:TypedStorage"
+)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["inline", "overlap"])
@@ -131,6 +133,51 @@ def test_int8_hook_over_other_backends(group):
     model.process_group = None
     with pytest.raises(TypeError, match="backend chorus"):
         Int8State(model)
+
+
+def sent(group, monkeypatch):
+    """Lengths of the arrays that Allreduce gets."""
+    lengths, allreduce = [], group.communicator.Allreduce
+    monkeypatch.setattr(group.communicator, "Allreduce", lambda here, x: (lengths.append(x.size), allreduce(here, x)))
+    return lengths
+
+
+def test_powersgd_is_exact_at_full_rank(group, monkeypatch):
+    """A factorisation of as many columns as the gradients' rank loses nothing; vectors are summed whole."""
+    model = DistributedDataParallel(made())
+    state, lengths = PowerSGDState(model, rank=4 * group.size()), sent(group, monkeypatch)
+    model.register_comm_hook(state, powersgd_hook)
+    model(share(group)).square().mean().backward()
+    assert_close([each.grad for each in model.parameters()], whole_gradients(group.size()), 1e-5)
+    weights = [each for each in model.parameters() if each.dim() > 1]
+    cut = [each for each in weights if state.rank * sum(each.shape) < each.numel()]
+    assert len(state.lost) == len(state.right) == len(cut) and (cut or group.size() > 1)
+    left = sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in cut)
+    expected = [left + state.rank * sum(len(each) for each in cut), state.rank * sum(each.shape[1] for each in cut)]
+    assert lengths == [length for length in expected if length]
+
+
+def test_powersgd_feeds_errors_back_and_resumes(group):
+    model, again = (DistributedDataParallel(made(), bucket_cap_mb=1e-3) for _ in range(2))
+    state, restored = PowerSGDState(model, rank=2, seed=3), PowerSGDState(again, rank=2)
+    model.register_comm_hook(state, powersgd_hook)
+    again.register_comm_hook(restored, powersgd_hook)
+    steps, total = 40, 0.0
+    for _ in range(steps):
+        model.zero_grad()
+        model(share(group)).square().mean().backward()
+        total = total + torch.cat([each.grad.flatten() for each in model.parameters()])
+    exact = torch.cat([each.flatten() for each in whole_gradients(group.size())])
+    once = torch.cat([each.grad.flatten() for each in model.parameters()])
+    assert (once - exact).abs().max() > 4 * (total / steps - exact).abs().max()
+    losses = trained(group, model, 25)
+    assert losses[-1] < 0.3 * losses[0]
+    again.load_state_dict(model.state_dict())
+    restored.load_state_dict(state.state_dict())
+    assert restored.lost.keys() == state.lost.keys() and len(state.lost) > 1
+    assert trained(group, again, 2) == trained(group, model, 2)
+    with pytest.raises(ValueError, match="rank: expected a number above 0"):
+        PowerSGDState(model, rank=0)
 
 
 def test_powersgd_of_pytorch(group, overlaps):

@@ -12,11 +12,13 @@ from parallel.engine.data_parallel_engine import DataParallelEngine
 from parallel.engine.memory_ledger import Workload
 from parallel.engine.settings import Settings
 from parallel.nn.depths import DepthLayers
+from parallel.nn.gated import LlamaOptions, gated_transformer
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import build, mlp, transformer
 from parallel.nn.operator import ArraySpec
 from parallel.nn.placement import PlacementError
 from parallel.optim.optimizers import AdamW
+from parallel.sharding.context.ulysses_attention import refusal
 from parallel.sharding.mesh import Mesh
 
 pytestmark = pytest.mark.ranks(3)
@@ -86,6 +88,26 @@ def test_a_mesh_trains_as_replicas_do(comm, alone, layout, context):
         assert same_score.loss == pytest.approx(score.loss, rel=1e-4) and same_score.measure == score.measure
         for name, tensor in state.items():
             np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+def llama():
+    return gated_transformer(TOKENS, CONTEXT, 1, HEADS, 48, kv_heads=HEADS // 2, dropout=0.1, llama=LlamaOptions(30.0))
+
+
+@pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])
+def test_rotary_positions(comm, alone, context):
+    """Positions are those in the whole sequence. In float64, as AdamW enlarges differences of small gradients."""
+    expected, score, state = train(alone, llama, precision="fp64")
+    for mesh in meshes(comm.Get_size()):
+        sizes = Mesh.parse(mesh).sizes
+        tp = sizes.get("tp", 1)
+        if context == "ulysses" and refusal(HEADS // tp, HEADS // 2 // tp, sizes["cp"]):
+            continue
+        found, same_score, same_state = train(comm, llama, mesh=mesh, context=context, precision="fp64")
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+        assert same_score.loss == pytest.approx(score.loss, rel=1e-10)
+        for name, tensor in state.items():
+            np.testing.assert_allclose(same_state[name], tensor, rtol=1e-7, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize("layout", ["dp", "zero3"])

@@ -36,6 +36,7 @@ from support.differential.tasks import (
     GATED_TASKS,
     GPT,
     HEADS,
+    LLAMA,
     LOSS_TASKS,
     MIXTURE,
     MLP,
@@ -526,6 +527,7 @@ for kind in ("full", "selective", "full,none", "selective,full", True):
         ),
     )
 row("gated", tasks=GATED_TASKS)
+row("llama", tasks=(LLAMA,))
 row("convnet", tasks=CONVOLUTIONS)
 row("built by name", tasks=BUILT)
 row("settings object", settings={"settings": Settings(clip=0.05, optimizer="lamb", batch=8)}, refusals=FIELDS["clip"])

@@ -260,3 +260,10 @@ GATED_TASKS = (
     Task("gated", lambda: nn.gated_transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, kv_heads=2, dropout=0.2), tokens),
     Task("gated full", lambda: nn.gated_transformer(WORDS, LENGTH, LAYERS, HEADS, WIDTH, recompute="full"), tokens),
 )
+LLAMA = Task(
+    "llama",
+    lambda: nn.gated_transformer(
+        WORDS, LENGTH, LAYERS, HEADS, WIDTH, kv_heads=2, dropout=0.2, llama=nn.LlamaOptions(50.0, 10, tied=True)
+    ),
+    tokens,
+)

@@ -29,6 +29,7 @@ CONTINUING = {
     "full": lambda: gpt(recompute="full"),
     "gated": lambda: nn.gated_transformer(TOKENS, CONTEXT, *SHAPE),
     "grouped heads": lambda: nn.gated_transformer(TOKENS, CONTEXT, *SHAPE, kv_heads=2),
+    "rotary": lambda: nn.gated_transformer(TOKENS, CONTEXT, *SHAPE, kv_heads=2, llama=nn.LlamaOptions(tied=True)),
     "mixtures": lambda: gpt(experts=MIXTURES),
 }
 WHOLE = {

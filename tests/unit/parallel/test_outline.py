@@ -23,6 +23,7 @@ from parallel.nn.linear import Linear
 from parallel.nn.models import convnet, mlp, transformer
 from parallel.nn.norm import LayerNorm, RMSNorm
 from parallel.nn.operator import ArraySpec, PassMode, nbytes_of
+from parallel.nn.rotary import Rotary
 from parallel.nn.transforms.fake_quantized_input import FakeQuantizedInput
 from parallel.nn.transforms.few_bit_product import PRODUCTS, FewBitProduct
 from parallel.nn.transforms.pruning import Pruning
@@ -42,6 +43,7 @@ LARGE = {
     "attention": (partial(CausalAttention, 4), (4, 192, 192)),
     "blockwise attention": (partial(BlockwiseAttention, 4), (4, 320, 192)),
     "blockwise attention, grouped": (partial(BlockwiseAttention, 4, 1), (4, 320, 192)),
+    "blockwise attention, rotated": (partial(BlockwiseAttention, 4, 1, rotary=Rotary(320)), (4, 320, 192)),
     "convolution": (partial(Conv2d, 4, 8, 3, padding=1), (16, 4, 24, 24)),
     "max pool": (partial(MaxPool2d, 2), (16, 8, 40, 40)),
     "average pool": (partial(AvgPool2d, 2), (16, 8, 40, 40)),

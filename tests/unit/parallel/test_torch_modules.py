@@ -252,9 +252,9 @@ def gpt2_logits(state, tokens, heads):
 
 
 def llama_state(heads, groups, hidden):
-    """Random tensors by the names and shapes of Hugging Face's LlamaForCausalLM, and learned positions."""
+    """Random tensors by the names and shapes of Hugging Face's LlamaForCausalLM."""
     each = WIDTH // heads
-    state = {"embed_tokens": (VOCABULARY, WIDTH), "embed_positions": (CONTEXT, WIDTH), "norm": (WIDTH,)}
+    state = {"embed_tokens": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
     for at in range(LAYERS):
         sizes = {"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
         sizes |= {"self_attn.q_proj": (WIDTH, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH)}
@@ -263,24 +263,36 @@ def llama_state(heads, groups, hidden):
         sizes |= {"mlp.down_proj": (WIDTH, hidden)}
         state |= {f"layers.{at}.{name}": size for name, size in sizes.items()}
     made = {f"model.{name}.weight": torch.randn(size) * 0.2 for name, size in state.items()}
-    return made | {"lm_head.weight": made["model.embed_tokens.weight"]}
+    return made | {"lm_head.weight": torch.randn(VOCABULARY, WIDTH) * 0.2}
 
 
-def llama_logits(state, tokens, heads, groups):
-    """Forward pass of Llama (Touvron et al., 2023), with learned positions in place of rotated ones."""
+def rotated(x, base):
+    """Queries or keys (batch, heads, length, d) with Llama's rotary positions, as in Hugging Face's code."""
+    half = x.shape[-1] // 2
+    rates = base ** (-torch.arange(half) / half)
+    angles = torch.arange(x.shape[2])[:, None] * torch.cat([rates, rates])
+    return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
+
+
+def llama_logits(state, tokens, heads, groups, base=None, eps=1e-5):
+    """Forward pass of Llama (Touvron et al., 2023). Without a base, positions are learned."""
 
     def linear(x, name):
         return x @ state[f"model.{name}.weight"].T
 
     def norm(x, name):
-        return functional.rms_norm(x, (WIDTH,), state[f"model.{name}.weight"], 1e-5)
+        return functional.rms_norm(x, (WIDTH,), state[f"model.{name}.weight"], eps)
 
-    x = state["model.embed_tokens.weight"][tokens] + state["model.embed_positions.weight"][: tokens.shape[1]]
+    x = state["model.embed_tokens.weight"][tokens]
+    if base is None:
+        x = x + state["model.embed_positions.weight"][: tokens.shape[1]]
     for at in range(LAYERS):
         here = f"layers.{at}"
         y = norm(x, f"{here}.input_layernorm")
         q = heads_of(linear(y, f"{here}.self_attn.q_proj"), heads)
         k, v = (heads_of(linear(y, f"{here}.self_attn.{one}_proj"), groups) for one in "kv")
+        if base is not None:
+            q, k = rotated(q, base), rotated(k, base)
         k, v = (one.repeat_interleave(heads // groups, 1) for one in (k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + linear(y, f"{here}.self_attn.o_proj")
@@ -311,9 +323,23 @@ def test_gpt2_of_hugging_face():
     assert "0.0.weight" in from_torch_state(model, {**state, "transformer.h.0.attn.bias": torch.ones(1)}, names="gpt2")
 
 
-def test_llama_of_hugging_face():
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_of_hugging_face(tied):
+    torch.manual_seed(0)
+    options, state = nn.LlamaOptions(base=500.0, hidden=40, tied=tied, eps=1e-3), llama_state(6, 2, 40)
+    model = nn.gated_transformer(VOCABULARY, CONTEXT, LAYERS, 6, WIDTH, kv_heads=2, llama=options)
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    expect_logits(model, state, "llama", lambda tokens: llama_logits(state, tokens, 6, 2, 500.0, 1e-3))
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # in older files
+    assert from_torch_state(model, state | inverse, names="llama").keys() == {one.name for one in model.parameters()}
+
+
+def test_llama_with_learned_positions():
     torch.manual_seed(0)
     model, state = nn.gated_transformer(VOCABULARY, CONTEXT, LAYERS, 6, WIDTH, kv_heads=2), llama_state(6, 2, 64)
+    state["model.embed_positions.weight"] = torch.randn(CONTEXT, WIDTH) * 0.2
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
     expect_logits(model, state, "llama", lambda tokens: llama_logits(state, tokens, 6, 2))
 
 

@@ -15,6 +15,7 @@ from parallel.nn.blockwise_attention import BlockwiseAttention
 from parallel.nn.depths import DepthLayers, MixtureOfDepths
 from parallel.nn.expert_layers import ExpertLayers
 from parallel.nn.operator import Operator
+from parallel.nn.rotary import Rotary
 from parallel.nn.router import Router, RouterSettings
 from parallel.optim.precision import LossScale
 
@@ -30,6 +31,7 @@ CALLS = {
     "RMSNorm": partial(nn.RMSNorm, width=4),
     "CausalAttention": partial(nn.CausalAttention, heads=2),
     "BlockwiseAttention": partial(BlockwiseAttention, heads=4, kv_heads=2),
+    "Rotary": partial(Rotary, context=3),
     "AttentionMask": partial(AttentionMask, window=3),
     "prefetch": partial(prefetch, [], depth=2),
     "SwiGLU": partial(nn.SwiGLU, features=3),

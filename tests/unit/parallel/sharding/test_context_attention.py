@@ -23,6 +23,16 @@ def test_whole_sequence(algorithm, case, ranks):
         thread_ranks.run(ranks, lambda axis, n=name, t=dtype: check(axis, algorithm, n, CASES[case], t), "cp")
 
 
+def test_sequences_beyond_the_rotated_positions():
+    """Refused on all ranks, before any exchange."""
+
+    def make(axis):
+        with pytest.raises(ValueError, match="expected at most 60 positions, found 61"):
+            ALGORITHMS["ring"](axis, SequenceDivision("zigzag", 61, axis.size), 2, rotary=CASES["rotary"].rotary)
+
+    thread_ranks.run(3, make, "cp")
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("case", ["causal", "one kv head", "grouped"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -12,7 +12,7 @@ from support.thread_ranks import ThreadAxis, run
 from parallel.data.sampler import Batch
 from parallel.engine.model_on_mesh import check_on_mesh, sequence_models
 from parallel.engine.settings import Settings
-from parallel.nn.gated import gated_transformer
+from parallel.nn.gated import LlamaOptions, gated_transformer
 from parallel.nn.kernels.storage import BFLOAT16
 from parallel.nn.loss import SoftmaxCrossEntropy
 from parallel.nn.models import mlp, transformer
@@ -50,6 +50,12 @@ CASES = {
 }
 CASES["gated"] = ModelCase(
     lambda: gated_transformer(TOKENS, LENGTH, 1, 6, WIDTH, kv_heads=3, dropout=0.2), SoftmaxCrossEntropy, tokens, tokens
+)
+CASES["llama"] = ModelCase(
+    lambda: gated_transformer(TOKENS, LENGTH, 1, 6, 24, kv_heads=3, dropout=0.2, llama=LlamaOptions(30.0)),
+    SoftmaxCrossEntropy,
+    tokens,
+    tokens,
 )
 
 
@@ -178,7 +184,7 @@ def test_sums_over_slices_of_parts():
         assert gradient.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("case", ["1 layers, recompute=False", "gated"])
+@pytest.mark.parametrize("case", ["1 layers, recompute=False", "gated", "llama"])
 @pytest.mark.parametrize("shards", [2, 4])
 def test_slices_of_parts_on_two_axes(case, shards):
     """Saved bytes are those of the outlines, and bits those of one rank."""
