@@ -34,13 +34,18 @@ def write_numbers(frame: np.ndarray, value: Any) -> bool:
     return False
 
 
+def write_all(frames: np.ndarray, values: Any) -> bool:
+    """`write_numbers` of a list with a value for each frame. False for all else."""
+    return False
+
+
 def read_frames(frames: np.ndarray, loads: Callable[[bytes], Any]) -> list[Any] | None:
     """Objects of all frames, unpickled by `loads`. None if a frame does not hold all of its object, or an error."""
     return None
 
 
 if available():
-    write_numbers, read_frames = engine.write_numbers, engine.read_frames
+    write_numbers, write_all, read_frames = engine.write_numbers, engine.write_all, engine.read_frames
 
 
 def engine_class(name: str) -> Any:

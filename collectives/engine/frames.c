@@ -25,6 +25,22 @@ static bool are_frames(PyObject *array) {
            PyArray_NBYTES((PyArrayObject *)array) % FRAME == 0;
 }
 
+/* Write a value into a frame: 1 if done, 0 if it is not only numbers or too long, -1 for an error. */
+static int write_value(Frame *frame, PyObject *value) {
+    if (!has_only_numbers(value)) return 0;
+    PyObject *data = PyMarshal_WriteObjectToString(value, MARSHAL_VERSION);
+    if (data == NULL) return -1;
+    Py_ssize_t length = PyBytes_GET_SIZE(data);
+    if (length <= ROOM) {
+        *frame = (Frame){.length = length, .buffers = 0, .content = NUMBERS};
+        memcpy(frame->data, PyBytes_AS_STRING(data), length);
+    }
+    Py_DECREF(data);
+    return length <= ROOM;
+}
+
+static PyObject *bool_or_error(int found) { return found < 0 ? NULL : PyBool_FromLong(found); }
+
 /* write_numbers(frame, value): write None, a number or a tuple of these; False for other values and longer ones. */
 PyObject *write_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
@@ -32,17 +48,22 @@ PyObject *write_numbers(PyObject *module, PyObject *const *args, Py_ssize_t coun
         PyErr_SetString(PyExc_TypeError, "write_numbers: expected a frame and a value");
         return NULL;
     }
-    if (!has_only_numbers(args[1])) Py_RETURN_FALSE;
-    PyObject *data = PyMarshal_WriteObjectToString(args[1], MARSHAL_VERSION);
-    if (data == NULL) return NULL;
-    Py_ssize_t length = PyBytes_GET_SIZE(data);
-    if (length <= ROOM) {
-        Frame *frame = PyArray_DATA((PyArrayObject *)args[0]);
-        *frame = (Frame){.length = length, .buffers = 0, .content = NUMBERS};
-        memcpy(frame->data, PyBytes_AS_STRING(data), length);
+    return bool_or_error(write_value(PyArray_DATA((PyArrayObject *)args[0]), args[1]));
+}
+
+/* write_all(frames, values): `write_numbers` of a list with a value for each frame; False for all else. */
+PyObject *write_all(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 2 || !are_frames(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "write_all: expected frames and values");
+        return NULL;
     }
-    Py_DECREF(data);
-    return PyBool_FromLong(length <= ROOM);
+    Py_ssize_t frames = PyArray_NBYTES((PyArrayObject *)args[0]) / FRAME;
+    char *start = PyArray_DATA((PyArrayObject *)args[0]);
+    int found = PyList_CheckExact(args[1]) && PyList_GET_SIZE(args[1]) == frames;
+    for (Py_ssize_t at = 0; found > 0 && at < frames; at++)
+        found = write_value((Frame *)(start + at * FRAME), PyList_GET_ITEM(args[1], at));
+    return bool_or_error(found);
 }
 
 /* The numbers in a frame, or the bytes of a pickled object. */

@@ -9,7 +9,8 @@ extern PyType_Spec program_spec, call_table_spec;
 
 PyObject *set_progress(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_record(PyObject *, PyObject *);
-PyObject *write_numbers(PyObject *, PyObject *const *, Py_ssize_t), *read_frames(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *write_numbers(PyObject *, PyObject *const *, Py_ssize_t), *write_all(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *read_frames(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_handles(PyObject *, PyObject *), *take_handle(PyObject *, PyObject *), *keep_handle(PyObject *, PyObject *);
 
 /* copy(target, source, nbytes): copy memory at addresses. */
@@ -99,6 +100,7 @@ static PyMethodDef functions[] = {
     {"set_record", set_record, METH_VARARGS, NULL},
     {"set_progress", (PyCFunction)(void (*)(void))set_progress, METH_FASTCALL, NULL},
     {"take_handle", take_handle, METH_O, NULL},
+    {"write_all", (PyCFunction)(void (*)(void))write_all, METH_FASTCALL, NULL},
     {"write_numbers", (PyCFunction)(void (*)(void))write_numbers, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

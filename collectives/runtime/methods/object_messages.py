@@ -60,56 +60,67 @@ def copied(value: Any, frame: np.ndarray) -> Any:
 class SentObject:
     """An object of this rank, whose frame is written. `parts` are what follows the frame."""
 
+    parts: Sequence[np.ndarray] = ()
+    problem: Exception | None = None
+    """The error that kept the object from being pickled."""
+
+    _data: bytes | None = None
+    _buffers: Sequence[np.ndarray] = ()
+
     def __init__(self, value: Any, frame: np.ndarray) -> None:
-        self.problem: Exception | None = None
-        self.parts: list[np.ndarray] = []
-        self._data: bytes | None = None
+        self._value = value
         if write_numbers(frame, value):
-            self._value = value
             return
         try:
-            self._data, self._buffers = _dumps(value)
+            data, buffers = _dumps(value)
         except Exception as error:
             self.fail(error, frame)
             return
-        lengths = np.array([one.nbytes for one in self._buffers], np.int64).tobytes()
-        data = lengths + self._data if lengths else self._data
-        _write(frame, data, len(self._buffers), Content.PICKLED)
-        if len(data) > ROOM:
-            self.parts.append(np.frombuffer(data, np.uint8)[ROOM:])
-        self.parts += self._buffers
+        self._data, self._buffers, self.parts = data, buffers, buffers
+        lengths = np.array([one.nbytes for one in buffers], np.int64).tobytes() if buffers else b""
+        if _write(frame, len(data), lengths, data, Content.PICKLED):
+            self.parts = [np.frombuffer(data, np.uint8), *buffers]
 
     def fail(self, error: Exception, frame: np.ndarray) -> None:
         """Send an error in place of the object."""
         self.problem = error
-        _write(frame, f"{type(error).__name__}: {error}".encode(errors="replace")[:ROOM], 0, Content.FAILED)
+        text = f"{type(error).__name__}: {error}".encode(errors="replace")[:ROOM]
+        _write(frame, len(text), b"", text, Content.FAILED)
 
-    def load(self) -> Any:
-        """The object as other ranks receive it; raise the error that kept it from being pickled."""
+    def check(self) -> None:
+        """Raise the error that kept the object from being pickled."""
         if self.problem is not None:
             raise self.problem
+
+    def load(self) -> Any:
+        """The object as other ranks receive it."""
+        self.check()
         if self._data is None:
             return self._value
         return _loads(self._data, [np.array(one) for one in self._buffers])
 
 
-def _write(frame: np.ndarray, data: bytes, buffers: int, content: Content) -> None:
+def _write(frame: np.ndarray, length: int, lengths: bytes, data: bytes, content: Content) -> bool:
+    """Write a frame: the lengths of buffers, and the object. True if that is too long, so that it follows the frame."""
     memory = frame.data
-    _write_head(memory, 0, len(data), buffers, content)
-    short = data[:ROOM]
+    _write_head(memory, 0, length, len(lengths) // 8, content)
+    follows = len(lengths) + length > ROOM
+    short = lengths if follows else lengths + data
     memory[HEAD : HEAD + len(short)] = short
+    return follows
 
 
 def sent_objects(values: Any, frames: np.ndarray) -> list[SentObject]:
-    """An object for each of `frames`; in place of each the same error if `values` are not so many."""
+    """Objects, one for each frame. If there are not as many, an error in place of each, and of at least one."""
     try:
         found = [None] * len(frames) if values is None else list(values)
         if len(found) != len(frames):
             raise ValueError(f"expected {len(frames)} objects, one of each rank, found {len(found)}")
     except Exception as error:
-        failed = [SentObject(None, frame) for frame in frames]
-        for one, frame in zip(failed, frames):
-            one.fail(error, frame)
+        rows = frames if len(frames) else np.empty((1, FRAME), np.uint8)
+        failed = [SentObject(None, row) for row in rows]
+        for one, row in zip(failed, rows):
+            one.fail(error, row)
         return failed
     return [SentObject(value, frame) for value, frame in zip(found, frames)]
 
@@ -118,21 +129,25 @@ class ReceivedObject:
     """An object of which the frame has arrived. `parts` are the memory for what follows the frame."""
 
     def __init__(self, frame: np.ndarray) -> None:
-        length, count, self._content = _read_head(frame.data)
-        self._lengths = 8 * count
-        self._data = np.empty(length, np.uint8)
-        self._data[:ROOM] = frame[HEAD : HEAD + length]
-        lengths = self._data[: self._lengths].view(np.int64).tolist()
+        memory = frame.data
+        length, count, self._content = _read_head(memory)
+        start = HEAD + 8 * count
+        lengths = frame[HEAD:start].view(np.int64).tolist() if count else ()
         self._buffers = [np.empty(nbytes, np.uint8) for nbytes in lengths]
-        self.parts = [self._data[ROOM:], *self._buffers] if length > ROOM else self._buffers
+        self.parts: Sequence[np.ndarray] = self._buffers
+        self._data: Any
+        if start + length > FRAME:
+            data = np.empty(length, np.uint8)
+            self._data, self.parts = data.data, [data, *self._buffers]
+        else:
+            self._data = bytes(memory[start : start + length])  # the next call overwrites the frame
 
     def load(self, name: str, sender: int) -> Any:
         """The object, once the parts have arrived; raise InvalidArgument if the sender has none."""
-        data = self._data[self._lengths :].data
         if self._content == Content.FAILED:
-            text = bytes(data).decode(errors="replace")
+            text = self._data.decode(errors="replace")
             raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {text}")
-        return marshal.loads(data) if self._content == Content.NUMBERS else _loads(data, self._buffers)
+        return marshal.loads(self._data) if self._content == Content.NUMBERS else _loads(self._data, self._buffers)
 
 
 def tree(items: Sequence[Any], op: Any) -> Any:

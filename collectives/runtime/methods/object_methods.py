@@ -6,7 +6,8 @@ cannot be pickled, all ranks that would receive it raise.
 
 # mypy: disable-error-code="override"
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from typing import Any
 
@@ -14,9 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.neighbors import Neighbors
-from collectives.engine.extension import read_frames
+from collectives.engine.extension import read_frames, write_all
 from collectives.engine.instructions import FRAME
-from collectives.runtime.execution.progress import progress_until
 from collectives.runtime.methods.collective_methods import CollectiveMethods, NeighborMethods
 from collectives.runtime.methods.inherited_methods import Inherited
 from collectives.runtime.methods.object_messages import (
@@ -27,11 +27,14 @@ from collectives.runtime.methods.object_messages import (
     sent_objects,
     tree,
 )
-from collectives.transport.waits import Others, limited
+from collectives.runtime.requests.request_lists import wait_all
 
 MOST_REDUCED = 8
 """Ranks up to which the objects of a reduction are reduced where they are needed, of all ranks. On more ranks mpi4py's
 tree reduces them in less time, though it first waits for all."""
+
+LONG = 1 << 20
+"""Bytes of a part beside whose message this rank copies its own objects."""
 
 TAG = 0
 """Tag of blocking calls on the private communicator."""
@@ -58,6 +61,30 @@ class _Exchange(Inherited):
         """Frames for all ranks, and of all ranks."""
         return np.zeros((self._size, FRAME), np.uint8), np.zeros((self._size, FRAME), np.uint8)
 
+    def _spread(self, parts: Sequence[np.ndarray], root: int) -> list[Any]:
+        """Broadcast what follows a frame. Returns requests of the long parts."""
+        requests = []
+        for part in parts:
+            if len(part) < LONG:
+                self.Bcast(part, root)
+            else:
+                requests.append(self.Ibcast(part, root))
+        return requests
+
+    @contextmanager
+    def _under_way(self, name: str, requests: Sequence[Any], *memory: object) -> Iterator[None]:
+        """Block that copies objects of this rank while `requests` are active; wait for them at its end."""
+        try:
+            yield
+        finally:
+            try:
+                if requests:
+                    wait_all(requests, timeout=self._agreed.timeout)
+            except BaseException as error:
+                self._open_planner().cache.poison(name, error, None, *memory)
+                self._break_off("blocking", error, name)
+                raise
+
     def _exchange(
         self,
         name: str,
@@ -70,29 +97,29 @@ class _Exchange(Inherited):
 
         None of sender -1. Objects of one sender arrive in `order` of their places.
         """
-        found: list[Any] | None = None
-        if not any(one.parts for _, one in sent) and (order is None or min(senders, default=0) >= 0):
-            found = read_frames(frames, _loads)
-        if found is not None:
-            return found
-        received = [ReceivedObject(frame) if peer >= 0 else None for peer, frame in zip(senders, frames)]
-        arrivals = [(senders[at], received[at]) for at in (range(len(senders)) if order is None else order)]
-        comm = self._open_planner().comm
-        try:
-            requests = [
-                *(comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, one in arrivals if one for part in one.parts),
-                *(comm.Isend([part, MPI.BYTE], peer, TAG) for peer, one in sent for part in one.parts),
-            ]
-            with limited(self._agreed.timeout, self._rank):
-                progress_until(lambda: MPI.Request.Testall(requests), Others(name, "for their objects"))
-        except BaseException as error:
-            self._open_planner().cache.poison(name, error, None, received, sent)
-            self._break_off("blocking", error, name)
-            raise
+        rank, places = self._rank, range(len(senders)) if order is None else order
+        mine = iter([one for peer, one in sent if peer == rank])
+        found: list[Any] = [None] * len(senders)
+        for at in places:
+            if senders[at] >= 0:
+                found[at] = next(mine) if senders[at] == rank else ReceivedObject(frames[at])
+        incoming = [(senders[at], part) for at in places if senders[at] not in (-1, rank) for part in found[at].parts]
+        outgoing = [(peer, part) for peer, one in sent if peer != rank for part in one.parts]
+        requests: list[Any] = []
+        if self._size == 2:  # a broadcast is a message then
+            for root in range(2):
+                requests += self._spread([part for _, part in (outgoing if root == rank else incoming)], root)
+        else:
+            comm = self._open_planner().comm
+            requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
+            requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
+        with self._under_way(name, requests, incoming, outgoing):
+            own = {at: found[at].load() for at, peer in enumerate(senders) if peer == rank}
         for _, one in sent:
-            if one.problem is not None:
-                raise one.problem
-        return [one if one is None else one.load(name, peer) for peer, one in zip(senders, received)]
+            one.check()
+        others = ((at, peer) for at, peer in enumerate(senders) if peer not in (-1, rank))
+        own |= {at: found[at].load(name, peer) for at, peer in others}
+        return [own.get(at) for at in range(len(senders))]
 
 
 class ObjectMethods(_Exchange, CollectiveMethods):
@@ -110,43 +137,55 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         """The object of `root`, on all ranks. Collective."""
         if self._size == 1 and root == 0:
             return self._alone(obj)
-        frame, sent = self._frame, None
+        frame = self._frame
         if self._rank == root:
             sent = SentObject(obj, frame)
+            self.Bcast(frame, root)
+            if not sent.parts:
+                return sent.load()
+            with self._under_way("bcast", self._spread(sent.parts, root), sent.parts):
+                return sent.load()
         self.Bcast(frame, root)
-        if sent is None:
-            if (found := read_frames(frame, _loads)) is not None:
-                return found[0]
-            received = ReceivedObject(frame)
-            for part in received.parts:
-                self.Bcast(part, root)
-            return received.load("bcast", root)
-        for part in sent.parts:
-            self.Bcast(part, root)
-        return sent.load()
+        if (found := read_frames(frame, _loads)) is not None:
+            return found[0]
+        received = ReceivedObject(frame)
+        with self._under_way("bcast", self._spread(received.parts, root), received.parts):
+            pass
+        return received.load("bcast", root)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all ranks, as a list on `root`, None on others. Collective."""
         if self._size == 1 and root == 0:
             return [self._alone(sendobj)]
-        frame, is_root = self._frame, self._rank == root
-        frames = self._frames[1] if is_root else None
+        frame = self._frame
         sent = SentObject(sendobj, frame)
+        if self._rank != root:
+            self.Gather(frame, None, root)
+            if sent.parts:
+                self._exchange("gather", frame[:0], (), [(root, sent)])
+            sent.check()
+            return None
+        frames = self._frames[1]
         self.Gather(frame, frames, root)
-        if frames is not None:
-            return self._exchange("gather", frames, range(self._size), [(root, sent)])
-        if sent.parts or sent.problem:
-            self._exchange("gather", frame[:0], (), [(root, sent)])
-        return None
+        if not sent.parts and (found := read_frames(frames, _loads)) is not None:
+            return found
+        return self._exchange("gather", frames, range(self._size), [(root, sent)])
 
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         """This rank's one of the p objects of `root`. Collective."""
-        frame, sent, frames = self._frame, [], None
+        frame = self._frame
         if self._rank == root:
             frames = self._frames[0]
+            if write_all(frames, sendobj):
+                self.Scatter(frames, frame, root)
+                return sendobj[root]
             sent = sent_objects(sendobj, frames)
-        self.Scatter(frames, frame, root)
-        return self._exchange("scatter", frame.reshape(1, FRAME), [root], list(enumerate(sent)))[0]
+            self.Scatter(frames, frame, root)
+            return self._exchange("scatter", frame[None], [root], list(enumerate(sent)))[0]
+        self.Scatter(None, frame, root)
+        if (found := read_frames(frame, _loads)) is not None:
+            return found[0]
+        return self._exchange("scatter", frame[None], [root], ())[0]
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """The objects of all ranks, as a list. Collective."""
@@ -157,19 +196,20 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         self.Allgather(frame, frames)
         if not sent.parts and (found := read_frames(frames, _loads)) is not None:
             return found
-        every = [sent if rank == self._rank else ReceivedObject(frame) for rank, frame in enumerate(frames)]
-        for rank, one in enumerate(every):
-            for part in one.parts:
-                self.Bcast(part, rank)
-        mine = sent.load()
-        return [one.load("allgather", r) if isinstance(one, ReceivedObject) else mine for r, one in enumerate(every)]
+        every = [sent if rank == self._rank else ReceivedObject(one) for rank, one in enumerate(frames)]
+        requests = [request for rank, one in enumerate(every) for request in self._spread(one.parts, rank)]
+        with self._under_way("allgather", requests, every):
+            mine = sent.load()
+        return [mine if one is sent else one.load("allgather", rank) for rank, one in enumerate(every)]
 
     def alltoall(self, sendobj: Any) -> list[Any]:
         """The objects that each rank has for this one, as a list. `sendobj` has p objects. Collective."""
         outgoing, incoming = self._frames
-        sent = sent_objects(sendobj, outgoing)
+        sent = () if write_all(outgoing, sendobj) else sent_objects(sendobj, outgoing)
         self.Alltoall(outgoing, incoming)
-        return self._exchange("alltoall", incoming, range(self._size), list(enumerate(sent)))
+        if not any(one.parts for one in sent) and (found := read_frames(incoming, _loads)) is not None:
+            return found
+        return self._exchange("alltoall", incoming, range(self._size), list(enumerate(sent or sent_objects(sendobj, outgoing))))
 
     def reduce(self, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Any:
         """The objects of all ranks reduced by ``op(left, right)`` on `root`, None on others. Collective.
@@ -224,4 +264,7 @@ class NeighborObjectMethods(_Exchange, NeighborMethods):
         sent = sent_objects(sendobj, outgoing)
         self.Neighbor_alltoall(outgoing, frames)
         messages = [(rank, one) for rank, one in zip(destinations, sent) if rank >= 0]
-        return self._exchange("neighbor_alltoall", frames, sources, messages, order)
+        found = self._exchange("neighbor_alltoall", frames, sources, messages, order)
+        for one in sent:
+            one.check()
+        return found
