@@ -209,7 +209,9 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         self.Alltoall(outgoing, incoming)
         if not any(one.parts for one in sent) and (found := read_frames(incoming, _loads)) is not None:
             return found
-        return self._exchange("alltoall", incoming, range(self._size), list(enumerate(sent or sent_objects(sendobj, outgoing))))
+        return self._exchange(
+            "alltoall", incoming, range(self._size), list(enumerate(sent or sent_objects(sendobj, outgoing)))
+        )
 
     def reduce(self, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Any:
         """The objects of all ranks reduced by ``op(left, right)`` on `root`, None on others. Collective.
