@@ -121,10 +121,9 @@ def main() -> None:
             if comm.rank == 0:
                 receives = 1 if name in ("bcast", "scatter", "reduce") else plain.size
                 least = 1e6 * pickling(OBJECTS[label](0), receives)
-                print(
-                    f"{name:9}  {label:11}  {ours.median:9.1f}  {native.median:9.1f}  {ours.median / native.median:5.2f}"
-                    f"  {ours.low / native.low:7.2f}  {least:9.1f}  {least / native.median:9.2f}", flush=True,
-                )  # fmt: skip
+                row = f"{name:9}  {label:11}  {ours.median:9.1f}  {native.median:9.1f}"
+                row += f"  {ours.median / native.median:5.2f}  {ours.low / native.low:7.2f}"
+                print(f"{row}  {least:9.1f}  {least / native.median:9.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def test_a_profile_names_the_slow_collective_beside_a_late_rank(tmp_path, slow):
     """That of 8 MiB takes the longest time beside waiting, and a barrier waits the longest, for the late rank."""
     program = tmp_path / "program.py"
     program.write_text(SLOW)
-    output, status = run(2, "--profile", "--profile-files", tmp_path / "found", program, slow)
+    _, status = run(2, "--profile", "--profile-files", tmp_path / "found", program, slow)
     assert status == 0
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
     slowest = max(lines, key=lambda line: line["seconds"] - line["waiting"])
