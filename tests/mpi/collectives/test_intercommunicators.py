@@ -39,7 +39,7 @@ def bcast(inter):
 
 def to_root(method):
     def call(inter):
-        found = np.zeros(3 * inter.remote_size)
+        found = np.zeros(3 if method == "Reduce" else 3 * inter.remote_size)
         arguments = [values(inter, 3), found, *([MPI.MAX] if method == "Reduce" else []), root_of(inter)]
         if method == "Gatherv":
             arguments[1] = [found, [3] * inter.remote_size]
@@ -61,7 +61,7 @@ def from_root(method):
 
 def to_all(method):
     def call(inter):
-        found = np.zeros(3 * inter.remote_size)
+        found = np.zeros(3 if method == "Allreduce" else 3 * inter.remote_size)
         getattr(inter, method)(values(inter, 3), found)
         return found
 
