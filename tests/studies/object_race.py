@@ -32,7 +32,7 @@ OBJECTS: dict[str, Callable[[int], Any]] = {
 }
 """Objects of one rank in a turn."""
 
-CALLS = {
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "bcast": lambda comm, value: comm.bcast(value),
     "gather": lambda comm, value: comm.gather(value),
     "allgather": lambda comm, value: comm.allgather(value),
@@ -111,7 +111,7 @@ def main() -> None:
         print(f"{'call':9}  {'object':11}  {'Chorus':>9}  {'mpi4py':>9}  ratio  fastest  {'pickling':>9}  of mpi4py")
     for name in args.calls:
         for label in args.objects:
-            calls = [ObjectCall(one, name, OBJECTS[label]) for one in (comm, plain)]
+            calls: list[Any] = [ObjectCall(one, name, OBJECTS[label]) for one in (comm, plain)]
             timings = race(plain, [Contestant("", one, one.call) for one in calls], seconds=args.seconds, warmup=40)
             ours, native = timings
             if ours.wrong or native.wrong:

@@ -200,7 +200,7 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         requests = [request for rank, one in enumerate(every) for request in self._spread(one.parts, rank)]
         with self._under_way("allgather", requests, every):
             mine = sent.load()
-        return [mine if one is sent else one.load("allgather", rank) for rank, one in enumerate(every)]
+        return [mine if isinstance(one, SentObject) else one.load("allgather", rank) for rank, one in enumerate(every)]
 
     def alltoall(self, sendobj: Any) -> list[Any]:
         """The objects that each rank has for this one, as a list. `sendobj` has p objects. Collective."""
@@ -257,7 +257,9 @@ class NeighborObjectMethods(_Exchange, NeighborMethods):
         sent = SentObject(sendobj, frame)
         self.Neighbor_allgather(frame, frames)
         messages = [(rank, sent) for rank in destinations if rank >= 0]
-        return self._exchange("neighbor_allgather", frames, sources, messages, order)
+        found = self._exchange("neighbor_allgather", frames, sources, messages, order)
+        sent.check()
+        return found
 
     def neighbor_alltoall(self, sendobj: Any) -> list[Any]:
         """The objects of all sources, as a list. `sendobj` has one for each destination. Collective."""
