@@ -6,8 +6,7 @@ cannot be pickled, all ranks that would receive it raise.
 
 # mypy: disable-error-code="override"
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -71,19 +70,15 @@ class _Exchange(Inherited):
                 requests.append(self.Ibcast(part, root))
         return requests
 
-    @contextmanager
-    def _under_way(self, name: str, requests: Sequence[Any], *memory: object) -> Iterator[None]:
-        """Block that copies objects of this rank while `requests` are active; wait for them at its end."""
+    def _wait(self, name: str, requests: Sequence[Any], *memory: object) -> None:
+        """Wait for what follows the frames. After an error no later call is trusted, as messages may still arrive."""
         try:
-            yield
-        finally:
-            try:
-                if requests:
-                    wait_all(requests, timeout=self._agreed.timeout)
-            except BaseException as error:
-                self._open_planner().cache.poison(name, error, None, *memory)
-                self._break_off("blocking", error, name)
-                raise
+            if requests:
+                wait_all(requests, timeout=self._agreed.timeout)
+        except BaseException as error:
+            self._open_planner().cache.poison(name, error, None, *memory)
+            self._break_off("blocking", error, name)
+            raise
 
     def _exchange(
         self,
@@ -100,10 +95,13 @@ class _Exchange(Inherited):
         rank, places = self._rank, range(len(senders)) if order is None else order
         mine = iter([one for peer, one in sent if peer == rank])
         found: list[Any] = [None] * len(senders)
+        incoming: list[tuple[int, np.ndarray]] = []
         for at in places:
-            if senders[at] >= 0:
-                found[at] = next(mine) if senders[at] == rank else ReceivedObject(frames[at])
-        incoming = [(senders[at], part) for at in places if senders[at] not in (-1, rank) for part in found[at].parts]
+            if (peer := senders[at]) == rank:
+                found[at] = next(mine)
+            elif peer >= 0:
+                found[at] = ReceivedObject(frames[at])
+                incoming += [(peer, part) for part in found[at].parts]
         outgoing = [(peer, part) for peer, one in sent if peer != rank for part in one.parts]
         requests: list[Any] = []
         if self._size == 2:  # a broadcast is a message then
@@ -113,13 +111,16 @@ class _Exchange(Inherited):
             comm = self._open_planner().comm
             requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
             requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
-        with self._under_way(name, requests, incoming, outgoing):
+        try:
             own = {at: found[at].load() for at, peer in enumerate(senders) if peer == rank}
+        finally:
+            self._wait(name, requests, incoming, outgoing)
         for _, one in sent:
             one.check()
-        others = ((at, peer) for at, peer in enumerate(senders) if peer not in (-1, rank))
-        own |= {at: found[at].load(name, peer) for at, peer in others}
-        return [own.get(at) for at in range(len(senders))]
+        return [
+            own[at] if peer == rank else None if peer < 0 else found[at].load(name, peer)
+            for at, peer in enumerate(senders)
+        ]
 
 
 class ObjectMethods(_Exchange, CollectiveMethods):
@@ -141,16 +142,16 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         if self._rank == root:
             sent = SentObject(obj, frame)
             self.Bcast(frame, root)
-            if not sent.parts:
+            requests = self._spread(sent.parts, root)
+            try:
                 return sent.load()
-            with self._under_way("bcast", self._spread(sent.parts, root), sent.parts):
-                return sent.load()
+            finally:
+                self._wait("bcast", requests, sent.parts)
         self.Bcast(frame, root)
         if (found := read_frames(frame, _loads)) is not None:
             return found[0]
         received = ReceivedObject(frame)
-        with self._under_way("bcast", self._spread(received.parts, root), received.parts):
-            pass
+        self._wait("bcast", self._spread(received.parts, root), received.parts)
         return received.load("bcast", root)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
@@ -198,8 +199,10 @@ class ObjectMethods(_Exchange, CollectiveMethods):
             return found
         every = [sent if rank == self._rank else ReceivedObject(one) for rank, one in enumerate(frames)]
         requests = [request for rank, one in enumerate(every) for request in self._spread(one.parts, rank)]
-        with self._under_way("allgather", requests, every):
+        try:
             mine = sent.load()
+        finally:
+            self._wait("allgather", requests, every)
         return [mine if isinstance(one, SentObject) else one.load("allgather", rank) for rank, one in enumerate(every)]
 
     def alltoall(self, sendobj: Any) -> list[Any]:
