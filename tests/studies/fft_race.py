@@ -85,7 +85,7 @@ class Transform:
         return int(not np.allclose(found, self._expected * self._turn, atol=1e-6 if self._whole else 0, rtol=1e-9))
 
 
-class Copies:
+class LocalCopies:
     """Copies of a rank's array, as the bound of an exchange."""
 
     def __init__(self, comm: MPI.Intracomm, length: int):
@@ -116,7 +116,7 @@ def main() -> None:
     comm = Communicator(plain)
     for name, whole in (("FFT", True), ("exchange", False)):
         sides: list[Any] = [Transform(one, args.length, whole) for one in (comm, plain)]
-        bound: list[Any] = [] if whole else [Copies(plain, args.length)]
+        bound: list[Any] = [] if whole else [LocalCopies(plain, args.length)]
         rows = [*sides, *bound]
         timings = race(plain, [Contestant("", one, one.call) for one in rows], seconds=args.seconds)
         if any(timing.wrong for timing in timings):

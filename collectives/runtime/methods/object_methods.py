@@ -41,7 +41,7 @@ TAG = 0
 _loads = MPI.pickle.loads
 
 
-class _Exchange(Inherited):
+class ObjectExchange(Inherited):
     """Frames, and messages of what follows them."""
 
     _rank: int
@@ -123,7 +123,7 @@ class _Exchange(Inherited):
         ]
 
 
-class ObjectMethods(_Exchange, CollectiveMethods):
+class ObjectMethods(ObjectExchange, CollectiveMethods):
     """Collectives of objects, with the arguments and results of mpi4py's.
 
     Arrays of 32 KiB and more are not copied into a pickle. None, numbers and tuples of numbers are not pickled.
@@ -174,6 +174,8 @@ class ObjectMethods(_Exchange, CollectiveMethods):
 
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         """This rank's one of the p objects of `root`. Collective."""
+        if self._size == 1 and root == 0 and type(sendobj) is list and len(sendobj) == 1:
+            return self._alone(sendobj[0])
         frame = self._frame
         if self._rank == root:
             frames = self._frames[0]
@@ -207,6 +209,8 @@ class ObjectMethods(_Exchange, CollectiveMethods):
 
     def alltoall(self, sendobj: Any) -> list[Any]:
         """The objects that each rank has for this one, as a list. `sendobj` has p objects. Collective."""
+        if self._size == 1 and type(sendobj) is list and len(sendobj) == 1:
+            return [self._alone(sendobj[0])]
         outgoing, incoming = self._frames
         sent = () if write_all(outgoing, sendobj) else sent_objects(sendobj, outgoing)
         self.Alltoall(outgoing, incoming)
@@ -234,6 +238,8 @@ class ObjectMethods(_Exchange, CollectiveMethods):
 
     def scan(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
         """The objects of ranks 0 to this one, reduced by ``op(left, right)``. Collective."""
+        if self._size == 1:
+            return self._alone(sendobj)
         if self._size > MOST_REDUCED:
             return super().scan(sendobj, op)
         found = self.allgather(sendobj)[: self._rank + 1]
@@ -248,7 +254,7 @@ class ObjectMethods(_Exchange, CollectiveMethods):
         return reduce(lambda right, left: op(left, right), blocks, nearest)
 
 
-class NeighborObjectMethods(_Exchange, NeighborMethods):
+class NeighborObjectMethods(ObjectExchange, NeighborMethods):
     """Collectives of neighbours in a topology, of objects too, with the arguments and results of mpi4py's."""
 
     _neighbors: Neighbors
