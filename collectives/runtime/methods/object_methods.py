@@ -136,11 +136,15 @@ class ObjectMethods(ObjectExchange, CollectiveMethods):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """The object of `root`, on all ranks. Collective."""
-        if self._size == 1 and root == 0:
-            return self._alone(obj)
+        return self._alone(obj) if self._size == 1 and root == 0 else self._bcast(obj, root)
+
+    def _bcast(self, obj: Any, root: int, problem: Exception | None = None) -> Any:
+        """`bcast`, or of an error of the root in place of the object. Other ranks raise their own error at its end."""
         frame = self._frame
         if self._rank == root:
             sent = SentObject(obj, frame)
+            if problem is not None:
+                sent.fail(problem, frame)
             self.Bcast(frame, root)
             requests = self._spread(sent.parts, root)
             try:
@@ -148,10 +152,12 @@ class ObjectMethods(ObjectExchange, CollectiveMethods):
             finally:
                 self._wait("bcast", requests, sent.parts)
         self.Bcast(frame, root)
-        if (found := read_frames(frame, _loads)) is not None:
+        if (found := read_frames(frame, _loads)) is not None and problem is None:
             return found[0]
         received = ReceivedObject(frame)
         self._wait("bcast", self._spread(received.parts, root), received.parts)
+        if problem is not None:
+            raise problem
         return received.load("bcast", root)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
@@ -234,7 +240,16 @@ class ObjectMethods(ObjectExchange, CollectiveMethods):
         """As `reduce`, on all ranks. Collective."""
         if self._size > MOST_REDUCED:
             return super().allreduce(sendobj, op)
-        return tree(self.allgather(sendobj), op)
+        if self._size <= 2:
+            return tree(self.allgather(sendobj), op)
+        total = problem = None
+        try:
+            total = self.reduce(sendobj, op)
+        except Exception as error:  # all ranks are to raise one
+            if getattr(error, "left_collective", False):
+                raise
+            problem = error
+        return self._bcast(total, 0, problem)
 
     def scan(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
         """The objects of ranks 0 to this one, reduced by ``op(left, right)``. Collective."""

@@ -90,6 +90,22 @@ def test_reductions_in_the_order_of_mpi4py(comm, name):
     )
 
 
+def test_operation_that_raises(comm):
+    """All ranks of an allreduce raise, where mpi4py's other ranks would wait for ever."""
+    if comm.Get_size() == 1:
+        return
+    for value in (comm.rank, str(comm.rank) * 1000):
+        with pytest.raises((ZeroDivisionError, InvalidArgument), match="division"):
+            comm.allreduce(value, lambda left, right: 1 // 0)
+    if comm.rank == comm.Get_size() - 1:
+        with pytest.raises(Exception, match="lambda"):
+            comm.allreduce(lambda: 0)
+    else:
+        with pytest.raises(InvalidArgument, match=r"has no object: .*lambda"):
+            comm.allreduce(1)
+    assert comm.allreduce(1) == comm.Get_size()
+
+
 @pytest.mark.parametrize("size", range(1, MOST_REDUCED + 1))
 def test_order_of_reductions(size):
     """As mpi4py's steps give it, for every number of ranks."""
