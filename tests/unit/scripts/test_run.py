@@ -56,8 +56,8 @@ calls = {
     "allgather": lambda x: comm.Allgather(x, np.empty(comm.size * len(x))),
     "alltoall": lambda x: comm.Alltoall(x, np.empty_like(x)),
 }
-for turn in range(24):
-    time.sleep(0.02 if comm.rank == late else 0)
+for turn in range(12):
+    time.sleep(0.15 if comm.rank == late else 0)
     comm.Barrier()  # waits for the late rank
     for name, call in calls.items():
         call(large if name == slow else small)
@@ -169,7 +169,7 @@ def test_a_profile_names_the_slow_collective_beside_a_late_rank(tmp_path, slow):
     assert status == 0
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
     slowest = max(lines, key=lambda line: line["seconds"] - line["waiting"])
-    assert slowest["collective"] == slow and slowest["calls"] == 48
+    assert slowest["collective"] == slow and slowest["calls"] == 24
     longest = max(lines, key=lambda line: line["waiting"])
     assert (longest["collective"], longest["late_rank"]) == ("barrier", 1)
     number = 1 + SLOW.splitlines().index("    comm.Barrier()  # waits for the late rank")
