@@ -29,6 +29,25 @@ def available() -> bool:
     return engine is not None
 
 
+def write_numbers(frame: np.ndarray, value: Any) -> bool:
+    """Write None, a number or a tuple of these into a frame. False for other and longer values, which are pickled."""
+    return False
+
+
+def write_all(frames: np.ndarray, values: Any) -> bool:
+    """`write_numbers` of a list with a value for each frame. False for all else."""
+    return False
+
+
+def read_frames(frames: np.ndarray, loads: Callable[[bytes], Any]) -> list[Any] | None:
+    """Objects of all frames, unpickled by `loads`. None if a frame does not hold all of its object, or an error."""
+    return None
+
+
+if available():
+    write_numbers, write_all, read_frames = engine.write_numbers, engine.write_all, engine.read_frames
+
+
 def engine_class(name: str) -> Any:
     """Class `RowProgram` or `CallTable` of the engine in use."""
     return getattr(engine if available() else interpreter, name)

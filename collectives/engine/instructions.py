@@ -283,3 +283,23 @@ CLASS_WORDS = 2
 HAS_THREAD = 0  # 1 if the progress thread is awake
 ATTEMPTS = 1  # how often the program has made progress itself
 PROGRESS_WORDS = 2  # their number
+
+
+FRAME = 512
+"""Bytes of the first message of a Python object."""
+
+
+class Content(IntEnum):
+    """Content of a frame."""
+
+    NUMBERS = 0  # None, a number, or a tuple of these, by `marshal`
+    PICKLED = 1  # an object
+    FAILED = 2  # the text of the error in place of an object
+
+
+FRAME_HEAD = np.dtype([
+    ("length", np.int64),  # bytes of the object, of which the first follow in the frame
+    ("buffers", np.int32),  # arrays of the object that are sent by themselves
+    ("content", np.int32),  # a `Content`
+])  # fmt: skip
+"""First fields of a frame."""

@@ -17,6 +17,7 @@ enum {
     MOST_SEGMENTS = 32,  /* segments of a shared heap that a link knows */
     CLASS_WORDS = 2,     /* of a set of size classes */
     CALLS_KEPT = 512,       /* of a record: the last calls of a rank */
+    FRAME = 512,            /* bytes of the first message of a Python object */
 };
 
 #define KIND ((int64_t)1 << 18) /* a flag is the number of its message times this, plus its label */
@@ -125,6 +126,19 @@ typedef struct {
     _Atomic int64_t label;  /* that the message must have */
     int64_t written;  /* of the opposite direction: number and written chunks of the message to the same peer */
 } Offer;
+
+typedef enum {
+    NUMBERS,  /* None, a number, or a tuple of these, by `marshal` */
+    PICKLED,  /* an object */
+    FAILED,   /* the text of the error in place of an object */
+} Content;
+
+typedef struct {
+    int64_t length;   /* bytes of the object, of which the first follow in the frame */
+    int32_t buffers;  /* arrays of the object that are sent by themselves */
+    int32_t content;  /* a Content */
+    char data[];
+} Frame;
 
 typedef struct {
     int64_t peer, tag;

@@ -9,6 +9,8 @@ extern PyType_Spec program_spec, call_table_spec;
 
 PyObject *set_progress(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_record(PyObject *, PyObject *);
+PyObject *write_numbers(PyObject *, PyObject *const *, Py_ssize_t), *write_all(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *read_frames(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_handles(PyObject *, PyObject *), *take_handle(PyObject *, PyObject *), *keep_handle(PyObject *, PyObject *);
 
 /* copy(target, source, nbytes): copy memory at addresses. */
@@ -72,6 +74,7 @@ static const struct {
     {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
     FIELD(Link, theirs), {"Check", sizeof(int64_t) * 16}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
     {"CallRecord", sizeof(CallRecord)}, FIELD(CallRecord, turn), FIELD(CallRecord, channel), FIELD(CallRecord, state), FIELD(CallRecord, op),
+    {"Frame", sizeof(Frame)}, FIELD(Frame, buffers), FIELD(Frame, content),
 };
 
 static PyObject *layout(PyObject *module, PyObject *args) {
@@ -89,6 +92,7 @@ static PyMethodDef functions[] = {
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
     {"keep_handle", keep_handle, METH_O, NULL},
     {"layout", layout, METH_NOARGS, NULL},
+    {"read_frames", (PyCFunction)(void (*)(void))read_frames, METH_FASTCALL, NULL},
     {"reduce", reduce, METH_VARARGS, NULL},
     {"reduction", reduction, METH_VARARGS, NULL},
     {"set_handles", set_handles, METH_VARARGS, NULL},
@@ -96,6 +100,8 @@ static PyMethodDef functions[] = {
     {"set_record", set_record, METH_VARARGS, NULL},
     {"set_progress", (PyCFunction)(void (*)(void))set_progress, METH_FASTCALL, NULL},
     {"take_handle", take_handle, METH_O, NULL},
+    {"write_all", (PyCFunction)(void (*)(void))write_all, METH_FASTCALL, NULL},
+    {"write_numbers", (PyCFunction)(void (*)(void))write_numbers, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,8 +8,9 @@ own. While any request is active, and point-to-point ones also while `watchers` 
 - a point-to-point method starts its non-blocking form and makes progress until that is complete;
 - the progress thread is woken before `Sendrecv_replace`, and before a collective call, where the MPI is thread-safe.
 
-Where it is not, and in reductions of objects, collective calls begin with a `Barrier` of Chorus, which progresses the
-active requests: mpi4py's `allreduce` waits while it holds the interpreter's lock (GIL), so that no other thread runs.
+Where it is not, and in mpi4py's reductions of objects, collective calls begin with a `Barrier` of Chorus, which
+progresses the active requests: mpi4py's `allreduce` waits while it holds the interpreter's lock (GIL), so that no other
+thread runs.
 """
 
 from collections.abc import Callable

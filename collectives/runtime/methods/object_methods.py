@@ -1,4 +1,4 @@
-"""Collectives of Python objects: pickled by mpi4py's ``MPI.pickle``, and exchanged as bytes by those of arrays.
+"""Collectives of Python objects, as collectives of frames of fixed length and, after them, of what did not fit there.
 
 So they progress active requests, and a wait for a rank that has left ends in an error. Where an object of one rank
 cannot be pickled, all ranks that would receive it raise.
@@ -7,203 +7,292 @@ cannot be pickled, all ranks that would receive it raise.
 # mypy: disable-error-code="override"
 
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import accumulate, pairwise
-from struct import Struct
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from collectives.algorithms.neighbors import Neighbors
-from collectives.errors import InvalidArgument
+from collectives.engine.extension import read_frames, write_all
+from collectives.engine.instructions import FRAME
 from collectives.runtime.methods.collective_methods import CollectiveMethods, NeighborMethods
+from collectives.runtime.methods.inherited_methods import Inherited
+from collectives.runtime.methods.object_messages import (
+    ReceivedObject,
+    SentObject,
+    copied,
+    lower_blocks,
+    sent_objects,
+    tree,
+)
+from collectives.runtime.requests.request_lists import wait_all
 
-FRAME, HEAD = 512, 8
-"""Bytes of the first message of an object, and of its length in there: short objects take one message."""
+MOST_REDUCED = 8
+"""Ranks up to which the objects of a reduction are reduced where they are needed, of all ranks. On more ranks mpi4py's
+tree reduces them in less time, though it first waits for all."""
 
-LENGTH = np.dtype(np.int64)
-"""Type of a packed object's length. Of an error in place of an object, minus the length of its text, minus 1."""
+LONG = 1 << 20
+"""Bytes of a part beside whose message this rank copies its own objects."""
 
-_write_length, _read_length = Struct("=q").pack_into, Struct("=q").unpack_from
+TAG = 0
+"""Tag of blocking calls on the private communicator."""
 
-
-class _Packed:
-    """A pickled object, or the text of the error that kept it from being one."""
-
-    def __init__(self, value: Any):
-        self.problem: Exception | None = None
-        try:
-            self.data = MPI.pickle.dumps(value)
-            self.length = len(self.data)
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.problem, self.data = error, f"{type(error).__name__}: {error}".encode(errors="replace")
-        self.length = -1 - len(self.data)
-
-    @classmethod
-    def each(cls, values: Any, count: int) -> list["_Packed"]:
-        """`count` values, packed. The same error in place of each, and of at least one, if there are not so many."""
-        try:
-            found = list(values)
-            if len(found) != count:
-                raise ValueError(f"expected {count} objects, one of each rank, found {len(found)}")
-        except Exception as error:
-            failed = cls(None)
-            failed._fail(error)
-            return [failed] * max(1, count)
-        return [cls(value) for value in found]
-
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.data, np.uint8)
-
-    def fill(self, frame: np.ndarray) -> None:
-        """Write the length and the first bytes."""
-        _write_length(frame.data, 0, self.length)
-        short = self.data[: FRAME - HEAD]
-        frame.data[HEAD : HEAD + len(short)] = short
+_loads = MPI.pickle.loads
 
 
-def _nbytes(length: int) -> int:
-    return length if length >= 0 else -1 - length
+class ObjectExchange(Inherited):
+    """Frames, and messages of what follows them."""
 
+    _rank: int
+    _size: int
+    _open_planner: Any
+    _break_off: Any
+    _agreed: Any
 
-def _object(name: str, sender: int, length: int, data: bytes | memoryview) -> Any:
-    if length < 0:
-        raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {bytes(data).decode()}")
-    return MPI.pickle.loads(data)
-
-
-def _unpacked(name: str, lengths: Sequence[int], data: memoryview, senders: Sequence[int] | None = None) -> list[Any]:
-    """Objects of all ranks, or of `senders`, whose bytes follow one another in `data`. Raises the error of the first.
-
-    None of a sender that does not exist, of which there are no bytes.
-    """
-    ends = accumulate(map(_nbytes, lengths), initial=0)
-    parts = [data[start:end] for start, end in pairwise(ends)]
-    found = zip(range(len(lengths)) if senders is None else senders, lengths, parts)
-    return [_object(name, *each) if each[1] else None for each in found]
-
-
-def _framed(name: str, lengths: Sequence[int], frames: memoryview) -> list[Any]:
-    """Objects of all ranks, in their first messages, which the next call overwrites."""
-    starts = range(HEAD, len(frames), FRAME)
-    parts = [bytes(frames[start : start + _nbytes(length)]) for start, length in zip(starts, lengths)]
-    return [_object(name, *found) for found in zip(range(len(lengths)), lengths, parts)]
-
-
-def _raised(*packed: _Packed) -> None:
-    for one in packed:
-        if one.problem is not None:
-            raise one.problem
-
-
-class ObjectMethods(CollectiveMethods):
-    """Collectives of objects, with the arguments and results of mpi4py's."""
+    @cached_property
+    def _frame(self) -> np.ndarray:
+        """Frame of an object."""
+        return np.zeros(FRAME, np.uint8)
 
     @cached_property
     def _frames(self) -> tuple[np.ndarray, np.ndarray]:
-        """First messages of this rank's object and of those of all ranks."""
-        return np.zeros(FRAME, np.uint8), np.zeros(self.Get_size() * FRAME, np.uint8)
+        """Frames for all ranks, and of all ranks."""
+        return np.zeros((self._size, FRAME), np.uint8), np.zeros((self._size, FRAME), np.uint8)
+
+    def _spread(self, parts: Sequence[np.ndarray], root: int) -> list[Any]:
+        """Broadcast what follows a frame. Returns requests of the long parts."""
+        requests = []
+        for part in parts:
+            if len(part) < LONG:
+                self.Bcast(part, root)
+            else:
+                requests.append(self.Ibcast(part, root))
+        return requests
+
+    def _wait(self, name: str, requests: Sequence[Any], *memory: object) -> None:
+        """Wait for what follows the frames. After an error no later call is trusted, as messages may still arrive."""
+        try:
+            if requests:
+                wait_all(requests, timeout=self._agreed.timeout)
+        except BaseException as error:
+            self._open_planner().cache.poison(name, error, None, *memory)
+            self._break_off("blocking", error, name)
+            raise
+
+    def _exchange(
+        self,
+        name: str,
+        frames: np.ndarray,
+        senders: Sequence[int],
+        sent: Sequence[tuple[int, SentObject]],
+        order: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Objects whose `frames` have come from `senders`, by rank; send what follows the frames of those `sent`.
+
+        None of sender -1. Objects of one sender arrive in `order` of their places.
+        """
+        rank, places = self._rank, range(len(senders)) if order is None else order
+        mine = iter([one for peer, one in sent if peer == rank])
+        found: list[Any] = [None] * len(senders)
+        incoming: list[tuple[int, np.ndarray]] = []
+        for at in places:
+            if (peer := senders[at]) == rank:
+                found[at] = next(mine)
+            elif peer >= 0:
+                found[at] = ReceivedObject(frames[at])
+                incoming += [(peer, part) for part in found[at].parts]
+        outgoing = [(peer, part) for peer, one in sent if peer != rank for part in one.parts]
+        requests: list[Any] = []
+        if self._size == 2:  # a broadcast is a message then
+            for root in range(2):
+                requests += self._spread([part for _, part in (outgoing if root == rank else incoming)], root)
+        else:
+            comm = self._open_planner().comm
+            requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
+            requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
+        try:
+            own = {at: found[at].load() for at, peer in enumerate(senders) if peer == rank}
+        finally:
+            self._wait(name, requests, incoming, outgoing)
+        for _, one in sent:
+            one.check()
+        return [
+            own[at] if peer == rank else None if peer < 0 else found[at].load(name, peer)
+            for at, peer in enumerate(senders)
+        ]
+
+
+class ObjectMethods(ObjectExchange, CollectiveMethods):
+    """Collectives of objects, with the arguments and results of mpi4py's.
+
+    Arrays of 32 KiB and more are not copied into a pickle. None, numbers and tuples of numbers are not pickled.
+    """
+
+    def _alone(self, obj: Any) -> Any:
+        """An object of the only rank, as it would be received."""
+        self._open_planner()
+        return copied(obj, self._frame)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """The object of `root`, on all ranks. Collective."""
-        frame, packed = self._frames[0], None
-        if self.Get_rank() == root:
-            packed = _Packed(obj)
-            packed.fill(frame)
+        return self._alone(obj) if self._size == 1 and root == 0 else self._bcast(obj, root)
+
+    def _bcast(self, obj: Any, root: int, problem: Exception | None = None) -> Any:
+        """`bcast`, or of an error of the root in place of the object. Other ranks raise their own error at its end."""
+        frame = self._frame
+        if self._rank == root:
+            sent = SentObject(obj, frame)
+            if problem is not None:
+                sent.fail(problem, frame)
+            self.Bcast(frame, root)
+            requests = self._spread(sent.parts, root)
+            try:
+                return sent.load()
+            finally:
+                self._wait("bcast", requests, sent.parts)
         self.Bcast(frame, root)
-        (length,) = _read_length(frame.data)
-        nbytes = _nbytes(length)
-        data: bytes | memoryview = bytes(frame.data[HEAD : HEAD + nbytes])  # the next call overwrites the frame
-        if nbytes > FRAME - HEAD:
-            rest = np.empty(nbytes, np.uint8) if packed is None else packed.array()
-            self.Bcast(rest, root)
-            data = rest.data
-        if packed is not None:
-            _raised(packed)
-        return _object("bcast", root, length, data)
+        if (found := read_frames(frame, _loads)) is not None and problem is None:
+            return found[0]
+        received = ReceivedObject(frame)
+        self._wait("bcast", self._spread(received.parts, root), received.parts)
+        if problem is not None:
+            raise problem
+        return received.load("bcast", root)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all ranks, as a list on `root`, None on others. Collective."""
-        packed, is_root = _Packed(sendobj), self.Get_rank() == root
-        lengths, data = np.empty(self.Get_size() if is_root else 0, LENGTH), None
-        self.Gather(np.array([packed.length], LENGTH), lengths, root)
-        if is_root:
-            data, counts = _room(lengths)
-        self.Gatherv(packed.array(), None if data is None else [data, counts], root)
-        _raised(packed)
-        return None if data is None else _unpacked("gather", lengths.tolist(), data.data)
+        if self._size == 1 and root == 0:
+            return [self._alone(sendobj)]
+        frame = self._frame
+        sent = SentObject(sendobj, frame)
+        if self._rank != root:
+            self.Gather(frame, None, root)
+            if sent.parts:
+                self._exchange("gather", frame[:0], (), [(root, sent)])
+            sent.check()
+            return None
+        frames = self._frames[1]
+        self.Gather(frame, frames, root)
+        if not sent.parts and (found := read_frames(frames, _loads)) is not None:
+            return found
+        return self._exchange("gather", frames, range(self._size), [(root, sent)])
 
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         """This rank's one of the p objects of `root`. Collective."""
-        packed: list[_Packed] = _Packed.each(sendobj, self.Get_size()) if self.Get_rank() == root else []
-        length = np.empty(1, LENGTH)
-        self.Scatter(np.array([one.length for one in packed], LENGTH), length, root)
-        data = np.empty(_nbytes(length.tolist()[0]), np.uint8)
-        self.Scatterv(_joined(packed) if packed else None, data, root)
-        _raised(*packed)
-        return _object("scatter", root, length.tolist()[0], data.data)
+        if self._size == 1 and root == 0 and type(sendobj) is list and len(sendobj) == 1:
+            return self._alone(sendobj[0])
+        frame = self._frame
+        if self._rank == root:
+            frames = self._frames[0]
+            if write_all(frames, sendobj):
+                self.Scatter(frames, frame, root)
+                return sendobj[root]
+            sent = sent_objects(sendobj, frames)
+            self.Scatter(frames, frame, root)
+            return self._exchange("scatter", frame[None], [root], list(enumerate(sent)))[0]
+        self.Scatter(None, frame, root)
+        if (found := read_frames(frame, _loads)) is not None:
+            return found[0]
+        return self._exchange("scatter", frame[None], [root], ())[0]
 
     def allgather(self, sendobj: Any) -> list[Any]:
         """The objects of all ranks, as a list. Collective."""
-        packed, (frame, frames) = _Packed(sendobj), self._frames
-        packed.fill(frame)
+        if self._size == 1:
+            return [self._alone(sendobj)]
+        frame, frames = self._frame, self._frames[1]
+        sent = SentObject(sendobj, frame)
         self.Allgather(frame, frames)
-        lengths = [_read_length(frames.data, start)[0] for start in range(0, len(frames), FRAME)]
-        if max(lengths) <= FRAME - HEAD > -min(lengths):
-            _raised(packed)
-            return _framed("allgather", lengths, frames.data)
-        data, counts = _room(np.array(lengths))
-        self.Allgatherv(packed.array(), [data, counts])
-        _raised(packed)
-        return _unpacked("allgather", lengths, data.data)
+        if not sent.parts and (found := read_frames(frames, _loads)) is not None:
+            return found
+        every = [sent if rank == self._rank else ReceivedObject(one) for rank, one in enumerate(frames)]
+        requests = [request for rank, one in enumerate(every) for request in self._spread(one.parts, rank)]
+        try:
+            mine = sent.load()
+        finally:
+            self._wait("allgather", requests, every)
+        return [mine if isinstance(one, SentObject) else one.load("allgather", rank) for rank, one in enumerate(every)]
 
     def alltoall(self, sendobj: Any) -> list[Any]:
         """The objects that each rank has for this one, as a list. `sendobj` has p objects. Collective."""
-        packed = _Packed.each(sendobj, self.Get_size())
-        lengths = np.empty(self.Get_size(), LENGTH)
-        self.Alltoall(np.array([one.length for one in packed], LENGTH), lengths)
-        data, counts = _room(lengths)
-        self.Alltoallv(_joined(packed), [data, counts])
-        _raised(*packed)
-        return _unpacked("alltoall", lengths.tolist(), data.data)
+        if self._size == 1 and type(sendobj) is list and len(sendobj) == 1:
+            return [self._alone(sendobj[0])]
+        outgoing, incoming = self._frames
+        sent = () if write_all(outgoing, sendobj) else sent_objects(sendobj, outgoing)
+        self.Alltoall(outgoing, incoming)
+        if not any(one.parts for one in sent) and (found := read_frames(incoming, _loads)) is not None:
+            return found
+        return self._exchange(
+            "alltoall", incoming, range(self._size), list(enumerate(sent or sent_objects(sendobj, outgoing)))
+        )
+
+    def reduce(self, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Any:
+        """The objects of all ranks reduced by ``op(left, right)`` on `root`, None on others. Collective.
+
+        Neighbouring ranks are combined first, then pairs of these, as mpi4py does it.
+        """
+        if self._size > MOST_REDUCED:
+            return super().reduce(sendobj, op, root)
+        found = self.gather(sendobj, root)
+        return None if found is None else tree(found, op)
+
+    def allreduce(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
+        """As `reduce`, on all ranks. Collective."""
+        if self._size > MOST_REDUCED:
+            return super().allreduce(sendobj, op)
+        if self._size <= 2:
+            return tree(self.allgather(sendobj), op)
+        total = problem = None
+        try:
+            total = self.reduce(sendobj, op)
+        except Exception as error:  # all ranks are to raise one
+            if getattr(error, "left_collective", False):
+                raise
+            problem = error
+        return self._bcast(total, 0, problem)
+
+    def scan(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
+        """The objects of ranks 0 to this one, reduced by ``op(left, right)``. Collective."""
+        if self._size == 1:
+            return self._alone(sendobj)
+        if self._size > MOST_REDUCED:
+            return super().scan(sendobj, op)
+        found = self.allgather(sendobj)[: self._rank + 1]
+        return reduce(lambda right, left: op(left, right), lower_blocks(found, op), found[-1])
+
+    def exscan(self, sendobj: Any, op: Any = MPI.SUM) -> Any:
+        """The objects of the ranks below this one, reduced by ``op(left, right)``; None on rank 0. Collective."""
+        if self._size > MOST_REDUCED:
+            return super().exscan(sendobj, op)
+        blocks = lower_blocks(self.allgather(sendobj)[: self._rank + 1], op)
+        nearest = next(blocks, None)
+        return reduce(lambda right, left: op(left, right), blocks, nearest)
 
 
-class NeighborObjectMethods(NeighborMethods):
+class NeighborObjectMethods(ObjectExchange, NeighborMethods):
     """Collectives of neighbours in a topology, of objects too, with the arguments and results of mpi4py's."""
 
     _neighbors: Neighbors
 
     def neighbor_allgather(self, sendobj: Any) -> list[Any]:
         """The objects of all sources, as a list. None of a source that does not exist. Collective."""
-        packed = _Packed(sendobj)
-        lengths = np.zeros(len(self._neighbors.sources), LENGTH)
-        self.Neighbor_allgather(np.array([packed.length], LENGTH), lengths)
-        data, counts = _room(lengths)
-        self.Neighbor_allgatherv(packed.array(), [data, counts])
-        _raised(packed)
-        return _unpacked("neighbor_allgather", lengths.tolist(), data.data, self._neighbors.sources)
+        frame, (sources, destinations, order) = self._frame, self._neighbors
+        frames = np.zeros((len(sources), FRAME), np.uint8)
+        sent = SentObject(sendobj, frame)
+        self.Neighbor_allgather(frame, frames)
+        messages = [(rank, sent) for rank in destinations if rank >= 0]
+        found = self._exchange("neighbor_allgather", frames, sources, messages, order)
+        sent.check()
+        return found
 
     def neighbor_alltoall(self, sendobj: Any) -> list[Any]:
         """The objects of all sources, as a list. `sendobj` has one for each destination. Collective."""
-        packed = _Packed.each(sendobj, len(self._neighbors.destinations))
-        lengths = np.zeros(len(self._neighbors.sources), LENGTH)
-        self.Neighbor_alltoall(np.array([one.length for one in packed], LENGTH), lengths)
-        data, counts = _room(lengths)
-        self.Neighbor_alltoallv(_joined(packed), [data, counts])
-        _raised(*packed)
-        return _unpacked("neighbor_alltoall", lengths.tolist(), data.data, self._neighbors.sources)
-
-
-def _room(lengths: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Memory for objects of these lengths, and their bytes."""
-    counts = [_nbytes(length) for length in lengths.tolist()]
-    return np.empty(sum(counts), np.uint8), counts
-
-
-def _joined(packed: list[_Packed]) -> list[Any]:
-    """All packed objects as a buffer of bytes and their counts."""
-    return [np.frombuffer(b"".join(one.data for one in packed), np.uint8), [len(one.data) for one in packed]]
+        sources, destinations, order = self._neighbors
+        outgoing, frames = (np.zeros((len(side), FRAME), np.uint8) for side in (destinations, sources))
+        sent = sent_objects(sendobj, outgoing)
+        self.Neighbor_alltoall(outgoing, frames)
+        messages = [(rank, one) for rank, one in zip(destinations, sent) if rank >= 0]
+        found = self._exchange("neighbor_alltoall", frames, sources, messages, order)
+        for one in sent:
+            one.check()
+        return found

@@ -7,9 +7,10 @@ import pytest
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument
-from collectives.runtime.methods.object_methods import FRAME, HEAD
+from collectives.runtime.methods.object_messages import LEAST_BUFFER, MOST_BUFFERS, ROOM, lower_blocks, tree
+from collectives.runtime.methods.object_methods import LONG, MOST_REDUCED
 
-LENGTHS = [0, 1, 300, *range(FRAME - HEAD - 30, FRAME - HEAD + 2), 5000, 300_000]
+LENGTHS = [0, 1, 300, *range(ROOM - 30, ROOM + 2), 5000, 300_000]
 
 
 @pytest.fixture(params=LENGTHS)
@@ -40,6 +41,92 @@ def test_objects_are_copies(comm):
     for found in (comm.bcast(mine), comm.allgather(mine)[comm.rank], comm.alltoall([mine] * comm.Get_size())[0]):
         assert found is not mine
         np.testing.assert_array_equal(found[1], mine[1])
+
+
+ARRAYS = {
+    "none": [],
+    "short": [np.arange(3.0)],
+    "at the limit": [np.ones(LEAST_BUFFER - 1, np.int8), np.ones(LEAST_BUFFER, np.int8)],
+    "long": [np.arange(LONG // 8 + 1.0)],
+    "in Fortran order": [np.asfortranarray(np.arange(1e4).reshape(100, 100))],
+    "with gaps": [np.arange(1e5)[::2]],
+    "read-only": [np.broadcast_to(1.0, 9000).copy()],
+    "many": [np.full(LEAST_BUFFER, at, np.int8) for at in range(MOST_BUFFERS + 2)],
+}
+ARRAYS["read-only"][0].flags.writeable = False
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_in_objects(comm, kind):
+    """Equal to mpi4py's, in memory of their own; ranks other than the last have none."""
+    size, last = comm.Get_size(), comm.Get_size() - 1
+    mine = {"rank": comm.rank, "arrays": ARRAYS[kind] if comm.rank == last else []}
+    plain = MPI.COMM_WORLD
+    for call in CALLS.values():
+        for found, expected in zip(flat(call(comm, mine)), flat(call(plain, mine)), strict=True):
+            assert found["rank"] == expected["rank"] and len(found["arrays"]) == len(expected["arrays"])
+            for one, other in zip(found["arrays"], expected["arrays"], strict=True):
+                np.testing.assert_array_equal(one, other, strict=True)
+                assert one.flags.num == other.flags.num
+                assert not any(np.shares_memory(one, array) for array in mine["arrays"])
+    assert comm.allgather(comm.rank) == list(range(size))
+
+
+def flat(found):
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def joined(left, right):
+    return f"({left}{right})"
+
+
+@pytest.mark.parametrize("name", ["reduce", "allreduce", "scan", "exscan"])
+def test_reductions_in_the_order_of_mpi4py(comm, name):
+    """The same operands in the same order, up to the largest number of ranks that reduce all themselves and beyond."""
+    for value in (chr(97 + comm.rank), chr(97 + comm.rank) * 1000):
+        assert getattr(comm, name)(value, joined) == getattr(MPI.COMM_WORLD, name)(value, joined)
+    assert comm.reduce([comm.rank], root=comm.Get_size() - 1) == MPI.COMM_WORLD.reduce(
+        [comm.rank], root=comm.Get_size() - 1
+    )
+
+
+def test_operation_that_raises(comm):
+    """All ranks of an allreduce raise, where mpi4py's other ranks would wait for ever."""
+    if comm.Get_size() == 1:
+        return
+    for value in (comm.rank, str(comm.rank) * 1000):
+        with pytest.raises((ZeroDivisionError, InvalidArgument), match="division"):
+            comm.allreduce(value, lambda left, right: 1 // 0)
+    if comm.rank == comm.Get_size() - 1:
+        with pytest.raises(Exception, match="lambda"):
+            comm.allreduce(lambda: 0)
+    else:
+        with pytest.raises(InvalidArgument, match=r"has no object: .*lambda"):
+            comm.allreduce(1)
+    assert comm.allreduce(1) == comm.Get_size()
+
+
+@pytest.mark.parametrize("size", range(1, MOST_REDUCED + 1))
+def test_order_of_reductions(size):
+    """As mpi4py's steps give it, for every number of ranks."""
+    partial = [[chr(97 + rank)] * 2 for rank in range(size)]
+    step = 1
+    while step < size:
+        before = [tuple(one) for one in partial]
+        for rank in range(size):
+            if (target := rank ^ step) < size:
+                pair = (before[target][0], before[rank][0])
+                partial[rank][0] = joined(*(pair if rank > target else pair[::-1]))
+                if rank > target:
+                    partial[rank][1] = joined(before[target][0], before[rank][1])
+        step *= 2
+    items = [chr(97 + rank) for rank in range(size)]
+    for rank in range(size):
+        found = items[rank]
+        for block in lower_blocks(items[: rank + 1], joined):
+            found = joined(block, found)
+        assert found == partial[rank][1]
+    assert tree(items, joined) == partial[0][0]
 
 
 CALLS = {

@@ -37,7 +37,7 @@ def test_copied_bytes_of_long_arrays(nbytes):
 @compiled
 def test_python_and_the_engine_have_the_same_structures():
     dtypes = {"Row": "ROW", "Operand": "OPERAND", "Stream": "STREAM", "Link": "LINK", "NetMessage": "NET_MESSAGE"}
-    dtypes |= {"Check": "CHECK", "Scale": "SCALE", "CallRecord": "CALL_RECORD"}
+    dtypes |= {"Check": "CHECK", "Scale": "SCALE", "CallRecord": "CALL_RECORD", "Frame": "FRAME_HEAD"}
     found = engine.layout()
     sizes = {name: getattr(instructions, dtype).itemsize for name, dtype in dtypes.items()}
     assert {name: found.pop(name) for name in sizes} == sizes

@@ -42,6 +42,28 @@ request.Wait()
 print("summed", total[0])
 """
 
+SLOW = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+
+comm, slow, small, large = MPI.COMM_WORLD, sys.argv[1], np.ones(4), np.ones(1 << 20)
+late = comm.size - 1
+calls = {
+    "broadcast": lambda x: comm.Bcast(x),
+    "allreduce": lambda x: comm.Allreduce(x, np.empty_like(x)),
+    "reduce": lambda x: comm.Reduce(x, np.empty_like(x)),
+    "allgather": lambda x: comm.Allgather(x, np.empty(comm.size * len(x))),
+    "alltoall": lambda x: comm.Alltoall(x, np.empty_like(x)),
+}
+for turn in range(12):
+    time.sleep(0.15 if comm.rank == late else 0)
+    comm.Barrier()  # waits for the late rank
+    for name, call in calls.items():
+        call(large if name == slow else small)
+        comm.Barrier()
+"""
+
 
 OTHERS = """
 import threading
@@ -108,7 +130,7 @@ def test_all_communicators_are_of_chorus(tmp_path):
         assert output.count(f"{kinds},2,__main__,-n,7\n") == 2
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_profile_names_the_late_rank_and_its_line(tmp_path, late):
     program = tmp_path / "program.py"
     program.write_text(LATE)
@@ -130,6 +152,28 @@ def test_a_profile_names_the_late_rank_and_its_line(tmp_path, late):
         entry for entry in json.loads((tmp_path / "found.trace.json").read_text())["traceEvents"] if "dur" in entry
     ]
     assert len(spans) == sum(line["calls"] for line in found["lines"])
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        "alltoall",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("broadcast", "allreduce", "reduce", "allgather")),
+    ],
+)
+def test_a_profile_names_the_slow_collective_beside_a_late_rank(tmp_path, slow):
+    """That of 8 MiB takes the longest time beside waiting, and a barrier waits the longest, for the late rank."""
+    program = tmp_path / "program.py"
+    program.write_text(SLOW)
+    _, status = run(2, "--profile", "--profile-files", tmp_path / "found", program, slow)
+    assert status == 0
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    slowest = max(lines, key=lambda line: line["seconds"] - line["waiting"])
+    assert slowest["collective"] == slow and slowest["calls"] == 24
+    longest = max(lines, key=lambda line: line["waiting"])
+    assert (longest["collective"], longest["late_rank"]) == ("barrier", 1)
+    number = 1 + SLOW.splitlines().index("    comm.Barrier()  # waits for the late rank")
+    assert longest["site"] == f"{program}:{number}"
 
 
 def test_a_profile_has_the_exchanges_of_neighbours(tmp_path):
