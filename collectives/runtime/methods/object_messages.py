@@ -17,6 +17,8 @@ from mpi4py import MPI
 from collectives.engine.extension import write_numbers
 from collectives.engine.instructions import FRAME, FRAME_HEAD, Content
 from collectives.errors import InvalidArgument
+from collectives.runtime.record.watcher import look
+from collectives.transport.node.machine import world_ranks
 
 HEAD = FRAME_HEAD.itemsize
 ROOM = FRAME - HEAD
@@ -24,6 +26,9 @@ ROOM = FRAME - HEAD
 
 LEAST_BUFFER, MOST_BUFFERS = 1 << 15, 32
 """Bytes of the shortest array that is sent by itself, and most of these in an object: the frame has their lengths."""
+
+TAG = 0
+"""Tag of messages of blocking calls on the private communicator."""
 
 _write_head, _read_head = Struct("=qii").pack_into, Struct("=qii").unpack_from
 
@@ -148,6 +153,38 @@ class ReceivedObject:
             text = self._data.decode(errors="replace")
             raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {text}")
         return marshal.loads(self._data) if self._content == Content.NUMBERS else _loads(self._data, self._buffers)
+
+
+class PartMessages:
+    """Messages of what follows frames: (rank, memory) received and sent. A wait for them looks at the ranks."""
+
+    moves = 0
+
+    def __init__(
+        self,
+        name: str,
+        comm: MPI.Intracomm,
+        incoming: Sequence[tuple[int, np.ndarray]],
+        outgoing: Sequence[tuple[int, np.ndarray]],
+    ) -> None:
+        self._name, self._comm = name, comm
+        self._peers = [peer for peer, _ in (*incoming, *outgoing)]
+        self._requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
+        self._requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
+
+    def are_complete(self) -> bool:
+        return MPI.Request.Testall(self._requests)
+
+    def _awaited(self) -> list[int]:
+        return [peer for peer, one in zip(self._peers, self._requests) if not one.Get_status()]
+
+    def stall(self, idle: float) -> None:
+        """Raise PeerLeft or PeerFailed if an awaited rank makes no more calls."""
+        worlds = world_ranks(self._comm)
+        look(self._name, {peer: (worlds[peer], 0) for peer in self._awaited()}, idle)
+
+    def describe(self, subject: str) -> str:
+        return f"{self._name}: {subject} for rank {', '.join(map(str, sorted(set(self._awaited()))))}"
 
 
 def tree(items: Sequence[Any], op: Any) -> Any:

@@ -16,9 +16,11 @@ from mpi4py import MPI
 from collectives.algorithms.neighbors import Neighbors
 from collectives.engine.extension import read_frames, write_all
 from collectives.engine.instructions import FRAME
+from collectives.runtime.execution.progress import progress_until
 from collectives.runtime.methods.collective_methods import CollectiveMethods, NeighborMethods
 from collectives.runtime.methods.inherited_methods import Inherited
 from collectives.runtime.methods.object_messages import (
+    PartMessages,
     ReceivedObject,
     SentObject,
     copied,
@@ -27,6 +29,7 @@ from collectives.runtime.methods.object_messages import (
     tree,
 )
 from collectives.runtime.requests.request_lists import wait_all
+from collectives.transport.waits import limited
 
 MOST_REDUCED = 8
 """Ranks up to which the objects of a reduction are reduced where they are needed, of all ranks. On more ranks mpi4py's
@@ -34,9 +37,6 @@ tree reduces them in less time, though it first waits for all."""
 
 LONG = 1 << 20
 """Bytes of a part beside whose message this rank copies its own objects."""
-
-TAG = 0
-"""Tag of blocking calls on the private communicator."""
 
 _loads = MPI.pickle.loads
 
@@ -70,10 +70,13 @@ class ObjectExchange(Inherited):
                 requests.append(self.Ibcast(part, root))
         return requests
 
-    def _wait(self, name: str, requests: Sequence[Any], *memory: object) -> None:
+    def _wait(self, name: str, requests: Sequence[Any] | PartMessages, *memory: object) -> None:
         """Wait for what follows the frames. After an error no later call is trusted, as messages may still arrive."""
         try:
-            if requests:
+            if isinstance(requests, PartMessages):
+                with limited(self._agreed.timeout, self._rank):
+                    progress_until(requests.are_complete, requests)
+            elif requests:
                 wait_all(requests, timeout=self._agreed.timeout)
         except BaseException as error:
             self._open_planner().cache.poison(name, error, None, *memory)
@@ -103,14 +106,12 @@ class ObjectExchange(Inherited):
                 found[at] = ReceivedObject(frames[at])
                 incoming += [(peer, part) for part in found[at].parts]
         outgoing = [(peer, part) for peer, one in sent if peer != rank for part in one.parts]
-        requests: list[Any] = []
+        requests: Any = []
         if self._size == 2:  # a broadcast is a message then
             for root in range(2):
                 requests += self._spread([part for _, part in (outgoing if root == rank else incoming)], root)
         else:
-            comm = self._open_planner().comm
-            requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
-            requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
+            requests = PartMessages(name, self._open_planner().comm, incoming, outgoing)
         try:
             own = {at: found[at].load() for at, peer in enumerate(senders) if peer == rank}
         finally:

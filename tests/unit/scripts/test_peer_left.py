@@ -52,6 +52,20 @@ def test_a_program_that_ends_on_one_rank(tmp_path, call, end):
     assert max(seconds) <= 3, text
 
 
+def test_a_rank_that_leaves_before_the_rest_of_its_object(tmp_path):
+    """The first bytes of the object have arrived, those that do not fit there never will."""
+    leaves = (
+        "from collectives.runtime.methods import object_methods as it\n    it.PartMessages = lambda *_: sys.exit(3)"
+    )
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.replace("CALL", "comm.gather(b'x' * 100_000)").replace("END", leaves))
+    text = ended(process := start_ranks(3, [path]))
+    assert process.returncode, text
+    assert re.search(r"rank 0 after [123] s: gather: rank 1 has left the program, and this one waits for it", text), (
+        text
+    )
+
+
 def test_a_report_of_what_the_ranks_do(tmp_path):
     """After `CHORUS_PATIENCE` seconds without progress: by one of them, with the line of the one that makes no call."""
     path = tmp_path / "program.py"
