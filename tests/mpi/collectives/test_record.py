@@ -78,8 +78,9 @@ def test_collectives_of_the_mpi_and_of_objects(comm):
             ours.allgather({"rank": 1})
 
         found, _ = calls_of(made)
-        assert [name for name, *_ in found] == [b"allreduce"] * 4 + [b"allgather"]
-        assert [turn for _, _, _, turn, *_ in found] == list(range(found[0][3], found[0][3] + 5))
+        objects = [b"allgather"] * (ours.size > 1)  # one rank copies its object, without a call
+        assert [name for name, *_ in found] == [b"allreduce"] * 4 + objects
+        assert [turn for _, _, _, turn, *_ in found] == list(range(found[0][3], found[0][3] + len(found)))
         assert {state for *_, state in found} == {CallState.HAS_ENDED}
 
 
@@ -93,8 +94,8 @@ def test_lengths_of_blocks_are_exchanged_in_a_call_of_their_own(comm):
 
 
 def resources():
-    """Descriptors, threads, shared memory files that are mapped, and pages of this process."""
-    files = sum("/dev/shm/" in line or "/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    """Descriptors, threads, shared memory files of Chorus that are mapped, and pages of this process."""
+    files = len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "chorus" in line})
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return len(os.listdir("/proc/self/fd")), threading.active_count(), files, pages
 
@@ -112,15 +113,18 @@ def test_ten_thousand_calls_need_no_more_resources(comm, monkeypatch, shared):
                 ours.Allreduce(x, y)
                 ours.Iallreduce(x, y).Wait()
                 ours.bcast(None)
-            time.sleep(0.3 * (comm.rank == 0))  # the others wait long, and look for the cause
-            ours.Barrier()
+            for late in range(comm.size):
+                time.sleep(0.3 * (comm.rank == late))  # the others wait long, and look for the cause
+                ours.Barrier()
 
         calls(1000)
         *before, pages = resources()
         calls(3334)
         *after, more = resources()
         ours.Barrier()
-    assert before == after and more - pages < 100, (before, after, more - pages)
+    grown = [new - old for old, new in zip(before, after)]
+    # a leak would be thousands: threads that have nothing to do end, and a rank's record is mapped once it is looked at
+    assert max(grown) < 2 + comm.size and more - pages < 100, (before, after, more - pages)
 
 
 def test_a_call_that_a_rank_has_left(world):

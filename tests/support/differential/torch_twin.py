@@ -172,7 +172,7 @@ class TorchPlayer(Player):
                 if fnmatchcase(name, pattern):
                     value *= factor
 
-    def save(self, keep: int = 3, **facts: Any) -> None:
+    def save(self, keep: int = 3, keep_best: int = 0, **facts: Any) -> None:
         self._facts = facts
 
     def reopen(self, layout: str = "") -> None:
