@@ -153,7 +153,7 @@ def pooled() -> Any:
         nn.GELU(),
         nn.AvgPool2d(2, 1),
     ]
-    head = [nn.Flatten(), nn.RMSNorm(16, eps=1e-4),, nn.Linear(16, 12, bias=False), nn.SwiGLU(6), nn.LayerNorm(6, 1e-4)]
+    head = [nn.Flatten(), nn.RMSNorm(16, eps=1e-4), nn.Linear(16, 12, bias=False), nn.SwiGLU(6), nn.LayerNorm(6, 1e-4)]
     return nn.Sequential([nn.Sequential(convolutions), nn.Sequential(head), nn.SiLU(), nn.Linear(6, 5)])
 
 
@@ -263,7 +263,13 @@ GATED_TASKS = (
 LLAMA = Task(
     "llama",
     lambda: nn.gated_transformer(
-        WORDS, LENGTH, LAYERS, HEADS, WIDTH, kv_heads=2, dropout=0.2,
+        WORDS,
+        LENGTH,
+        LAYERS,
+        HEADS,
+        WIDTH,
+        kv_heads=2,
+        dropout=0.2,
         llama=nn.LlamaOptions(50.0, 10, tied=True, eps=1e-4),
     ),
     tokens,
