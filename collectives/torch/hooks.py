@@ -1,8 +1,7 @@
 """Communication hooks of DistributedDataParallel: gradients averaged in fewer bytes, with error feedback.
 
     model = DistributedDataParallel(module)
-    model.register_comm_hook(Int8State(model), int8_hook)
-    model.register_comm_hook(PowerSGDState(model, rank=4), powersgd_hook)
+    model.register_comm_hook(PowerSGDState(model, rank=4), powersgd_hook)  # or Int8State(model), int8_hook
 
 What compression loses is added to the next gradients (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
 PyTorch's own hooks, such as `powerSGD_hook`, run over this backend as they are, but not with ``overlap``.

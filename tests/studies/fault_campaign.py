@@ -1,4 +1,4 @@
-"""Campaign of seeded faults, in real runs and in simulated ones: check that rank and call are named in time.
+"""Campaign of seeded faults, in real runs and in simulated ones: check that the rank and a call are named in time.
 
 python tests/studies/fault_campaign.py --simulated 1000
 python tests/studies/fault_campaign.py --times 40 --seed 1
