@@ -39,13 +39,17 @@ class Reduction(NamedTuple):
     factor: Any = None
     is_mean: bool = False
 
-    def operand(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
-        """The tensor times the factor, if there is one. TypeError for complex32, which NumPy does not have."""
-        if tensor.dtype == torch.complex32:
+    def operand(self, block: Block, in_place: bool) -> Block:
+        """The block times the factor, if there is one. TypeError for complex32, which NumPy does not have."""
+        tensor = block.tensor
+        if tensor.dtype is torch.complex32:
             raise TypeError("complex32: expected torch.view_as_real of it, as torch.distributed makes of sums")
         if self.factor is None:
-            return tensor
-        return tensor.mul_(self.factor) if in_place else tensor.mul(self.factor).to(tensor.dtype)
+            return block
+        if not in_place:
+            return Block([tensor.mul(self.factor).to(tensor.dtype)])
+        tensor.mul_(self.factor)
+        return block
 
     def finish(self, tensor: torch.Tensor, size: int) -> None:
         """Make a sum over `size` ranks the mean, if it is to be that. Integers are rounded towards zero."""
@@ -113,8 +117,7 @@ def _allreduce(on: Collectives, tensors: Tensors, options: Any) -> None:
         else:
             dense.append(tensor)
     if dense:
-        block = Block(dense)
-        reduction.operand(block.tensor, in_place=True)
+        block = reduction.operand(Block(dense), in_place=True)
         on.run("Allreduce", MPI.IN_PLACE, block.array, reduction.op)
         reduction.finish(block.tensor, on.size)
         block.store()
@@ -137,7 +140,7 @@ def _broadcast(on: Collectives, tensors: Tensors, options: Any) -> None:
 
 def _reduce(on: Collectives, tensors: Tensors, options: Any) -> None:
     block, reduction, is_root = Block(tensors), reduction_of(options.reduceOp), on.rank == options.rootRank
-    operand = array_of(reduction.operand(block.tensor, in_place=is_root))
+    operand = reduction.operand(block, in_place=is_root).array
     on.run("Reduce", *((MPI.IN_PLACE, operand) if is_root else (operand, None)), reduction.op, options.rootRank)
     if is_root:
         reduction.finish(block.tensor, on.size)
@@ -193,7 +196,7 @@ def _reduce_scatter_single(on: Collectives, outputs: Tensors, inputs: Tensors, o
 
 def _reduce_blocks(on: Collectives, outputs: Tensors, inputs: Tensors, options: Any, counts: list[list[int]]) -> None:
     received, reduction = Block(outputs, load=False), reduction_of(options.reduceOp)
-    operand = Block([reduction.operand(Block(inputs).tensor, in_place=False)]).beside(received)
+    operand = reduction.operand(Block(inputs), in_place=False).beside(received)
     method = "Reduce_scatter" if counts else "Reduce_scatter_block"
     on.run(method, operand, received.array, *counts, reduction.op)
     reduction.finish(received.tensor, on.size)

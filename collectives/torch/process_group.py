@@ -83,8 +83,9 @@ class ProcessGroup(dist.ProcessGroup):
         if overlap and not mpi_is_thread_safe():
             raise ValueError("pg_options: overlap needs an MPI with MPI.THREAD_MULTIPLE")
         super().__init__(self._rank, self._size)
-        self._timeout, self._store = timeout, store
-        self._algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
+        algorithms = algorithms_of({key: value for key, value in options.items() if key != "overlap"})
+        self._inline = Collectives(comm, self._rank, self._size, algorithms, timeout)
+        self._store = store
         self._messages = Messages(comm)
         self._worker = Worker(comm.Dup()) if overlap else None
         self._turn, self._has_failed = 0, False
@@ -102,26 +103,26 @@ class ProcessGroup(dist.ProcessGroup):
             if backends.get(device.type, "chorus") == "chorus":
                 expected = f"CPU tensors, or a backend for others as in 'cpu:chorus,{device.type}:nccl'"
                 raise TypeError(f"expected {expected}; found a tensor on {device}")
-            options = {"backend": backends[device.type], "timeout": timedelta(seconds=self._timeout)}
+            options = {"backend": backends[device.type], "timeout": timedelta(seconds=self._inline.timeout)}
             ranks = dist.get_process_group_ranks(self)
             self._others[device.type] = dist.new_group(ranks, use_local_synchronization=True, **options)
         return self._others[device.type]
 
-    def _call(self, operation: GroupOperation, name: str, *arguments: Any, **keywords: Any) -> dist.Work:
+    def _call(self, operation: GroupOperation, name: str, arguments: Sequence[Any], keywords: Any) -> dist.Work:
         """Run a collective by one of its names, or submit it to the thread."""
-        *given, options = call = _normalized(operation, arguments, keywords)
+        given, options = _normalized(operation, arguments, keywords)
         if (first := _first(given)) is not None and not first.is_cpu:
             return getattr(self.other(first.device), name)(*arguments, **keywords)
         seconds = options.timeout.total_seconds()  # negative if not set
-        settings = self._rank, self._size, self._algorithms, seconds if seconds > 0 else self._timeout
-        is_async = getattr(options, "asyncOp", True)
-        run = partial(self._guard, (operation.names, self._next_turn()), operation.run)
-        if self._worker is not None and is_async:
+        is_async, label = getattr(options, "asyncOp", True), (operation.names, self._next_turn())
+        on = self._inline if seconds <= 0 else self._inline._replace(timeout=seconds)
+        if is_async and self._worker is not None:
             if threading.current_thread() is self._worker:
                 raise RuntimeError("overlap: a callback of a call makes another one, in no order that ranks share")
-            later = partial(run, Collectives(self._worker.comm, *settings), *call)
+            on = on._replace(comm=self._worker.comm)
+            later = partial(self._guard, label, operation.run, on, *given, options)
             return self._noted(self._worker.submit(OverlappedWork(_results(given), later)))
-        run(Collectives(self._comm, *settings), *call)
+        self._guard(label, operation.run, on, *given, options)
         return self._noted(CompleteWork(_results(given))) if is_async else DONE
 
     def _next_turn(self) -> int:
@@ -152,7 +153,7 @@ class ProcessGroup(dist.ProcessGroup):
                 else getattr(other, name)(tensors, peer, tag)
             )
         guard = partial(self._guard, (name, self._next_turn()))
-        return self._noted(guard(self._messages.start, tensors, peer, tag, name == "send", self._timeout, guard))
+        return self._noted(guard(self._messages.start, tensors, peer, tag, name == "send", self._inline.timeout, guard))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> dist.Work:
         """Start to send a tensor to a rank of the group."""
@@ -184,7 +185,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Barrier in which rank 0 raises after `timeout`, and names the first missing rank, or all of them."""
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        seconds = self._inline.timeout if timeout is None else timeout.total_seconds()
         label = "monitored_barrier", self._next_turn()
         self._guard(label, self._messages.monitored_barrier, seconds, wait_all_ranks)
 
@@ -212,7 +213,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of calls that have none of their own."""
-        self._timeout = timeout.total_seconds()
+        self._inline = self._inline._replace(timeout=timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
@@ -238,10 +239,10 @@ class ProcessGroup(dist.ProcessGroup):
 def _first(given: Sequence[Any]) -> torch.Tensor | None:
     """First tensor of the arguments of a call, in lists of any depth. None if there is none, as in a barrier."""
     for value in given:
+        if isinstance(value, list | tuple):
+            value = _first(value)
         if isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, list | tuple) and (found := _first(value)) is not None:
-            return found
     return None
 
 
@@ -251,35 +252,38 @@ def _results(given: Sequence[Any]) -> list[torch.Tensor]:
     return [first] if isinstance(first, torch.Tensor) else first
 
 
-def _normalized(operation: GroupOperation, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+def _normalized(operation: GroupOperation, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, Any]:
     """Tensors and options of a call in any of its forms: PyTorch's options last, or single ones in their place."""
-    count = len(operation.nesting)
-    if len(arguments) == count + 1 and hasattr(arguments[-1], "timeout") and not keywords:
-        return [*map(_nested, arguments, operation.nesting), arguments[-1]]
+    if len(arguments) == len(operation.nesting) + 1 and type(arguments[-1]) is operation.options:  # of most calls
+        return list(map(_nested, arguments, operation.nesting)), arguments[-1]
     given = [*arguments, *(value for key, value in keywords.items() if key not in operation.fields.split())]
     if given and hasattr(given[-1], "timeout"):
         options = given.pop()
     else:
         options = operation.options()
-        for name, value in [*zip(operation.fields.split(), given[count:]), *keywords.items()]:
+        for name, value in [*zip(operation.fields.split(), given[len(operation.nesting) :]), *keywords.items()]:
             if name in operation.fields.split() and value is not None:
                 setattr(options, name, value)
-    return [*map(_nested, given, operation.nesting), options]
+    return [_nested(*each) for each in zip(given, operation.nesting)], options
 
 
 def _nested(value: Any, depth: int) -> Any:
     """Tensor, or list of tensors, inside further lists up to a depth. Empty lists are as deep as they need be."""
-    found, inner = 0, value
-    while isinstance(inner, list | tuple):
-        found, inner = (found + 1, inner[0]) if inner else (depth, None)
-    for _ in range(depth - found):
-        value = [value]
+    if depth == 1 and type(value) is list:
+        return value
+    inner = value
+    for missing in range(depth, 0, -1):
+        if not isinstance(inner, list | tuple):
+            return [value] if missing == 1 else [[value]]
+        if not inner:
+            break
+        inner = inner[0]
     return value
 
 
 def _method(operation: GroupOperation, name: str) -> Callable[..., dist.Work]:
     def call(self: ProcessGroup, *arguments: Any, **keywords: Any) -> dist.Work:
-        return self._call(operation, name, *arguments, **keywords)
+        return self._call(operation, name, arguments, keywords)
 
     call.__name__, call.__qualname__ = name, f"ProcessGroup.{name}"
     call.__doc__ = f"Collective `{operation.names.split()[0]}`, with PyTorch's options, or with {operation.fields}."

@@ -35,21 +35,20 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     >>> tensor.tolist()
     [1.0, 0.0]
     """
-    shared, dtype = VIEWS.get(tensor.dtype, (None, None))
-    array: np.ndarray[Any, Any] = (tensor if shared is None else tensor.view(-1).view(shared)).numpy()
-    return array if dtype is None else array.view(dtype)
+    if (known := VIEWS.get(tensor.dtype)) is None:
+        return tensor.numpy()  # type: ignore[no-any-return]
+    shared, dtype = known
+    return tensor.view(-1).view(shared).numpy().view(dtype)  # type: ignore[no-any-return]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Dense tensor on the memory of one, or of several that follow one another as parts of one. None for others."""
-    first = tensors[0].detach()
+    """Dense tensor on the memory of several that follow one another as parts of one. None for others."""
+    first = tensors[0]
     start = end = first.data_ptr()
     for tensor in tensors:
         if not is_dense(tensor) or tensor.data_ptr() != end or tensor.dtype != first.dtype:
             return None
         end += tensor.nbytes
-    if len(tensors) == 1:
-        return first
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
         return None
@@ -69,19 +68,29 @@ class Block:
     def __init__(self, tensors: Sequence[torch.Tensor], load: bool = True) -> None:
         """Without `load` the elements of a copy are undefined until they are received."""
         self._tensors: Sequence[torch.Tensor] = ()
-        whole = joined(tensors)
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            if tensor.requires_grad or type(tensor) is not torch.Tensor:
+                tensor = tensor.detach()
+            whole = tensor if is_dense(tensor) else None
+        else:
+            tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+            whole = joined(tensors)
         if whole is None:
-            self._tensors = [tensor.detach() for tensor in tensors]
-            if len({tensor.dtype for tensor in tensors}) > 1:
-                raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
-            if load:
-                # An array does not see PyTorch's lazy conjugation and negation. Some types are moved, not joined.
-                parts = [tensor.reshape(-1).resolve_conj().resolve_neg() for tensor in self._tensors]
-                dtype = parts[0].dtype
-                whole = torch.cat([part.view(VIEWS.get(dtype, (dtype,))[0]) for part in parts]).view(dtype)
-            else:
-                whole = torch.empty(sum(map(torch.numel, tensors)), dtype=tensors[0].dtype)
+            whole = self._copy(tensors, load)
         self.tensor, self.array = whole, array_of(whole)
+
+    def _copy(self, tensors: Sequence[torch.Tensor], load: bool) -> torch.Tensor:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise TypeError(f"expected tensors of one dtype, found {[tensor.dtype for tensor in tensors]}")
+        (dtype,) = dtypes
+        if not load:
+            return torch.empty(sum(map(torch.numel, tensors)), dtype=dtype)
+        # An array does not see PyTorch's lazy conjugation and negation. Some types are moved, not joined.
+        parts = [tensor.reshape(-1).resolve_conj().resolve_neg() for tensor in self._tensors]
+        return torch.cat([part.view(VIEWS.get(dtype, (dtype,))[0]) for part in parts]).view(dtype)
 
     def beside(self, received: Block) -> np.ndarray[Any, Any]:
         """The array to send, a copy if `received` has some of its memory, which a collective would overwrite."""
@@ -91,6 +100,7 @@ class Block:
 
     def store(self) -> None:
         """Write the elements of a copy back to the tensors."""
-        parts = self.tensor.split([tensor.numel() for tensor in self._tensors]) if self._tensors else ()
-        for tensor, part in zip(self._tensors, parts):
-            tensor.copy_(part.view(tensor.shape))
+        if self._tensors:
+            parts = self.tensor.split([tensor.numel() for tensor in self._tensors])
+            for tensor, part in zip(self._tensors, parts):
+                tensor.copy_(part.view(tensor.shape))

@@ -126,6 +126,8 @@ class Others:
 
 def seconds_of(timeout: Any, name: str = "timeout") -> float:
     """Seconds of a time limit that a user has given. Raises InvalidType or InvalidArgument."""
+    if type(timeout) is float and timeout > 0:  # most are, and calls are short
+        return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise InvalidType(MPI.ERR_ARG, f"{name}: expected seconds, or None for no limit, found {timeout!r}")
     seconds = float(timeout)

@@ -17,7 +17,7 @@ from collectives.runtime.arguments import call as calls
 from collectives.runtime.arguments import neighbor_calls
 from collectives.runtime.requests.native_requests import ended_request
 from collectives.runtime.requests.request import Request
-from collectives.transport.waits import Deadline
+from collectives.transport.waits import Deadline, seconds_of
 
 FORMS = ("blocking", "non-blocking", "persistent")
 
@@ -204,7 +204,7 @@ def add_methods(owner: type, declarations: Sequence[Declaration]) -> None:
         code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
         scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request, "ended_request": ended_request}
-        scope["Deadline"] = Deadline
+        scope |= {"Deadline": Deadline, "seconds_of": seconds_of}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
         function = scope[method_name(declaration.name, form)]
@@ -229,27 +229,29 @@ def _source(declaration: Declaration, form: str) -> str:
         arguments = f"{send}, {recv}, {op}, {root}, algorithm, segments"
         if form == "blocking":
             calls, cached, ended = "_calls", "_run_cached", "return"
-            otherwise = f"if found:\n        {planner}.run({call}, algorithm, segments, found)"
+            otherwise = f"if found:\n    {planner}.run({call}, algorithm, segments, found)"
         else:
             calls, cached, ended = "_starts", "_start_cached", "return ended_request()"
             begin = f"{planner}.begin({call}, algorithm, segments, found)"
             otherwise = f"return found if isinstance(found, Request) else {begin}"
+        rest = f"found = self.{cached}(found, {declaration.name!r}, {arguments})\n{otherwise}"
+        check = ""
+        if form == "blocking":  # the first part of a call hardly waits, and so needs no time limit
+            check = "if timeout is not None:\n    seconds_of(timeout)\n"
+            limited = f"with Deadline(timeout, self._rank):\n{indent(rest, '    ')}\nreturn"
+            rest = f"if timeout is not None:\n{indent(limited, '    ')}\n{rest}"
         body = (
+            f"{check}"
             f"try:\n"
             f"    found = self.{calls}[{declaration.name!r}]({arguments})\n"
             f"    if not found:\n"
             f"        {ended}\n"
-            f"    found = self.{cached}(found, {declaration.name!r}, {arguments})\n"
-            f"    {otherwise}\n"
+            f"{indent(rest, '    ')}\n"
             f"except BaseException as error:\n"
             f"    self._break_off({form!r}, error, {declaration.name!r}, {send}, {recv})\n"
             f"    raise"
         )
     returns = "None" if form == "blocking" else "Request"
-    if form == "blocking":
-        given = ", ".join([*(f"{name}={name}" for name in names), "algorithm=algorithm", "segments=segments"])
-        limited = f"with Deadline(timeout, self._rank):\n        return {declaration.name}(self, {given})"
-        body = f"if timeout is not None:\n    {limited}\n{body}"
     heading = f"def {method_name(declaration.name, form)}({', '.join(signature(declaration, form))}) -> {returns}:"
     return f"{heading}\n{indent(body, '    ')}\n"
 
