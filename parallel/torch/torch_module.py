@@ -13,10 +13,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collectives.torch.tensors import array_of
+from collectives.torch.tensors import VIEWS, array_of, is_dense
 from parallel.nn.operator import ArraySpec, OperatorOutline, Parameter, PassMode, StateBuffer, parts_of
 from parallel.nn.taped import TapedOperator
 from quant.types import Array
+
+BFLOAT16 = VIEWS[torch.bfloat16][1]
 
 _made: Any = WeakTensorKeyDictionary()
 """Parameters that were made of tensors: blocks with a common tensor have a common parameter."""
@@ -119,7 +121,8 @@ class TorchModule(TapedOperator):
         for tensor, parameter in zip(self._tensors, self.weights.values()):
             if getattr(tensor, "bound", None) is not (values := parameter.data):
                 tensor.data, tensor.bound = tensor_of_array(values), values
-            tensor.requires_grad_(parameter.requires_grad)
+            if tensor.requires_grad != parameter.requires_grad:
+                tensor.requires_grad = parameter.requires_grad
 
     @contextmanager
     def _mode(self, run: PassMode, dtype: torch.dtype) -> Iterator[str | None]:
@@ -127,10 +130,11 @@ class TorchModule(TapedOperator):
 
         Yields the name of the use. The module's buffers are replaced by copies meanwhile."""
         for one in self._modes:
-            one.training = run.training
+            if one.training != run.training:
+                one.training = run.training
         for holder, key, name in self._places:
             copied = tensor_of_array(self.buffers[name].values.copy())
-            holder._buffers[key] = copied.to(dtype) if copied.is_floating_point() else copied
+            holder._buffers[key] = copied.to(dtype) if copied.dtype.is_floating_point else copied
         if not run.training:
             yield None
             return
@@ -199,15 +203,20 @@ def tensor_of_array(values: Array) -> torch.Tensor:
     """Tensor on the memory of an array, or on a copy's if that is read-only or not dense; TypeError for a device."""
     if not isinstance(values, np.ndarray | np.generic):
         raise TypeError(f"expected NumPy arrays, as of device='cpu', found one of {type(values).__module__}")
-    values = np.require(values, requirements=["C", "W"])
-    if values.dtype.name == "bfloat16":
+    if not (values.flags.c_contiguous and values.flags.writeable):
+        values = np.require(values, requirements=["C", "W"])
+    if values.dtype == BFLOAT16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
 
 
 def array_of_tensor(tensor: torch.Tensor) -> np.ndarray:
     """Array on the memory of a tensor, or on a copy's if that is not dense."""
-    return array_of(tensor.detach().resolve_conj().resolve_neg().contiguous()).reshape(tuple(tensor.shape))
+    tensor = tensor.detach()
+    if not is_dense(tensor):
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    array = array_of(tensor)
+    return array if array.ndim == tensor.ndim else array.reshape(tuple(tensor.shape))
 
 
 def _filled(gradient: np.ndarray | None, like: torch.Tensor) -> np.ndarray:
