@@ -71,7 +71,7 @@ static const struct {
     {"Row", sizeof(Row)}, FIELD(Row, label), FIELD(Row, nbytes), FIELD(Row, first_operand), FIELD(Row, link),
     FIELD(Row, after), FIELD(Row, count), FIELD(Row, reduction), FIELD(Row, kind), FIELD(Row, mine_first),
     {"Operand", sizeof(Operand)}, FIELD(Operand, nbytes), FIELD(Operand, left_offset), FIELD(Operand, left),
-    {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
+    {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), FIELD(Scale, room), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
     FIELD(Link, theirs), {"Check", sizeof(int64_t) * 16}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
     {"CallRecord", sizeof(CallRecord)}, FIELD(CallRecord, turn), FIELD(CallRecord, channel), FIELD(CallRecord, state), FIELD(CallRecord, op),
     {"Frame", sizeof(Frame)}, FIELD(Frame, buffers), FIELD(Frame, content),
