@@ -29,8 +29,9 @@ static void place(const Scale *scale, const int64_t *bounds, int memory, int64_t
                   int64_t *nbytes) {
     if (memory > SCRATCH) return;
     if (scale->blocks) {
-        int64_t block = scale->starts[memory] + chunk / BLOCK_SPACING;
-        *offset = bounds[block], *nbytes = bounds[scale->blocks + block];
+        int64_t block = scale->starts[memory] + (memory == SCRATCH ? chunk : chunk / BLOCK_SPACING);
+        *offset = bounds[block], *nbytes = 0;
+        for (int64_t at = block; at < block + chunks; at++) *nbytes += bounds[scale->blocks + at];
         return;
     }
     const int64_t *own = bounds + scale->starts[memory] + memory;
