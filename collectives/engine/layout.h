@@ -132,7 +132,7 @@ typedef struct {
 } Offer;
 
 typedef enum {
-    NUMBERS,  /* None, a number, or a tuple of these, by `marshal` */
+    PLAIN,    /* an object of Python's own types, by `marshal` */
     PICKLED,  /* an object */
     FAILED,   /* the text of the error in place of an object */
 } Content;
