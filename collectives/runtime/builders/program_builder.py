@@ -189,7 +189,8 @@ class ProgramBuilder:
     def _guard(self, program: Program, call: Call) -> None:
         """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
         is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank
-        if is_root and (all(call.lengths) or program.scale is not None) and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
+        has_all = all(call.lengths) or program.scale is not None  # whose engine looks only if there is data for all
+        if is_root and has_all and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # none if alone
             program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]
 
 

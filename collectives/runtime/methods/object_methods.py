@@ -127,8 +127,8 @@ class ObjectExchange(Inherited):
 class ObjectMethods(ObjectExchange, CollectiveMethods):
     """Collectives of objects, with the arguments and results of mpi4py's.
 
-    Arrays of 32 KiB and more are not copied into a pickle. None, numbers, strings, and lists, tuples and dictionaries of
-    these travel by `marshal`, not by pickle.
+    Arrays of 32 KiB and more are not copied into a pickle. None, numbers and strings are not pickled, nor are lists,
+    tuples and dictionaries of these.
     """
 
     def _alone(self, obj: Any) -> Any:
