@@ -242,8 +242,8 @@ class Planner:
                 )
             if self.nonblocking.is_busy(key, self._active):
                 program, reusable = None, False
+            check_no_overlap(call)
             if program is None:
-                check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=channel)
                 if reusable:
                     self.nonblocking.add(key, program, self._active())
