@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.engine import interpreter, row_operands
+from collectives.engine import interpreter, plain, row_operands
 from collectives.engine.recorder import recorder
 
 engine: Any
@@ -49,8 +49,10 @@ def read_frames(frames: np.ndarray, loads: Callable[[bytes], Any]) -> list[Any] 
     return None
 
 
+read_plain = plain.read_plain
+
 if available():
-    copy_object, write_object = engine.copy_object, engine.write_object
+    copy_object, write_object, read_plain = engine.copy_object, engine.write_object, engine.read_plain
     write_all, read_frames = engine.write_all, engine.read_frames
 
 

@@ -1,18 +1,16 @@
 /* Frames: the first messages of Python objects, written and read for collectives of objects. */
 #include "numpy.h"
 
-#include <marshal.h>
 #include <stdbool.h>
 #include <string.h>
 
 #include "layout.h"
+#include "plain.h"
 
 enum {
     ROOM = FRAME - sizeof(Frame),
-    MARSHAL_VERSION = 4,
-    MOST_LEVELS = 50,     /* of containers in each other: those that contain themselves are left to pickle */
-    LONGEST = 1 << 20,    /* characters of a string that is marshalled */
-    MOST_ITEMS = 1 << 24, /* of an object that is marshalled, and 16 characters count as one */
+    MOST_LEVELS = 50,     /* of containers in each other in an object that is copied */
+    MOST_ITEMS = 1 << 20, /* of such an object */
 };
 
 static PyObject *pickler, *default_dumps; /* mpi4py's MPI.pickle, and its function unless the program replaces it */
@@ -47,32 +45,9 @@ static bool has_only_numbers(PyObject *value) {
     return PyTuple_GET_SIZE(value) < ROOM;
 }
 
-/* True for a number or a string that is not too long. `items` are those that an object may still have. */
+/* True for a number or a string. `items` are those that an object may still have. */
 static bool is_leaf(PyObject *value, int64_t *items) {
-    if (--*items < 0) return false;
-    if (is_number(value)) return true;
-    Py_ssize_t length = PyUnicode_CheckExact(value) ? PyUnicode_GET_LENGTH(value)
-                        : PyBytes_CheckExact(value) ? PyBytes_GET_SIZE(value)
-                                                    : -1;
-    *items -= length / 16;
-    return 0 <= length && length <= LONGEST;
-}
-
-/* True for None, numbers, strings, and lists, tuples and dictionaries of these, but not of subclasses: `marshal` takes them
- * in half the time of `pickle`, and keeps references to the same object as such. */
-static bool is_plain(PyObject *value, int levels, int64_t *items) {
-    if (is_leaf(value, items)) return true;
-    if (!levels) return false;
-    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
-        for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(value); at++)
-            if (!is_plain(PySequence_Fast_ITEMS(value)[at], levels - 1, items)) return false;
-        return true;
-    }
-    if (!PyDict_CheckExact(value)) return false;
-    PyObject *key, *item;
-    for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item);)
-        if (!is_plain(key, levels - 1, items) || !is_plain(item, levels - 1, items)) return false;
-    return true;
+    return --*items >= 0 && (is_number(value) || PyUnicode_CheckExact(value) || PyBytes_CheckExact(value));
 }
 
 /* Copy of a plain object with the same numbers and strings; NULL, without an error, if it is not plain or may contain a
@@ -109,7 +84,9 @@ static PyObject *copy_plain(PyObject *value, int levels, int64_t *items, Py_ssiz
     if (!PyDict_CheckExact(value)) return NULL;
     PyObject *copy = PyDict_Copy(value), *key, *item;
     for (Py_ssize_t at = 0; copy && PyDict_Next(copy, &at, &key, &item);) {
-        PyObject *one = is_plain(key, levels - 1, items) ? copy_plain(item, levels - 1, items, 2) : NULL;
+        PyObject *same = copy_plain(key, levels - 1, items, PY_SSIZE_T_MAX); /* of immutable objects itself */
+        Py_XDECREF(same);
+        PyObject *one = same ? copy_plain(item, levels - 1, items, 2) : NULL;
         if (one == NULL || (one != item && PyDict_SetItem(copy, key, one) < 0)) Py_CLEAR(copy);
         Py_XDECREF(one);
     }
@@ -134,13 +111,8 @@ static bool are_frames(PyObject *array) {
 /* Write a plain object into a frame, and return its bytes, which follow the frame if they are too long for it. NULL,
  * without an error, for other objects. */
 static PyObject *write_value(Frame *frame, PyObject *value) {
-    int64_t items = MOST_ITEMS;
-    if (!has_only_numbers(value) && !(has_default_pickler() && is_plain(value, MOST_LEVELS, &items))) return NULL;
-    PyObject *data = PyMarshal_WriteObjectToString(value, MARSHAL_VERSION);
-    if (data == NULL) {
-        PyErr_Clear(); /* pickle reports it */
-        return NULL;
-    }
+    PyObject *data = has_only_numbers(value) || has_default_pickler() ? plain_bytes(value) : NULL;
+    if (data == NULL) return NULL;
     Py_ssize_t length = PyBytes_GET_SIZE(data);
     *frame = (Frame){.length = length, .buffers = 0, .content = PLAIN};
     if (length <= ROOM) memcpy(frame->data, PyBytes_AS_STRING(data), length);
@@ -201,11 +173,21 @@ PyObject *read_frames(PyObject *module, PyObject *const *args, Py_ssize_t count)
     for (Py_ssize_t at = 0; found && at < frames; at++) {
         const Frame *frame = (const Frame *)PyBytes_AS_STRING(PyList_GET_ITEM(found, at));
         PyObject *data = NULL, *one = NULL;
-        if (frame->content == PLAIN) one = PyMarshal_ReadObjectFromString(frame->data, frame->length);
+        if (frame->content == PLAIN) one = plain_object(frame->data, frame->length);
         else if ((data = PyBytes_FromStringAndSize(frame->data, frame->length))) one = PyObject_CallOneArg(args[1], data);
         Py_XDECREF(data);
         if (one == NULL) Py_CLEAR(found);
         else PyList_SetItem(found, at, one);
     }
+    return found;
+}
+
+/* read_plain(data): the object whose bytes `write_object` has returned. */
+PyObject *read_plain(PyObject *module, PyObject *data) {
+    (void)module;
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) return NULL;
+    PyObject *found = plain_object(view.buf, view.len);
+    PyBuffer_Release(&view);
     return found;
 }

@@ -297,7 +297,7 @@ FRAME = 512
 class Content(IntEnum):
     """Content of a frame."""
 
-    PLAIN = 0  # an object of Python's own types, by `marshal`
+    PLAIN = 0  # an object of Python's own types, see `plain`
     PICKLED = 1  # an object
     FAILED = 2  # the text of the error in place of an object
 

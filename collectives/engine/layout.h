@@ -132,7 +132,7 @@ typedef struct {
 } Offer;
 
 typedef enum {
-    PLAIN,    /* an object of Python's own types, by `marshal` */
+    PLAIN,    /* an object of Python's own types, see plain.c */
     PICKLED,  /* an object */
     FAILED,   /* the text of the error in place of an object */
 } Content;

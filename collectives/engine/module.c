@@ -11,6 +11,7 @@ PyObject *set_progress(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_record(PyObject *, PyObject *);
 PyObject *write_object(PyObject *, PyObject *const *, Py_ssize_t), *write_all(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_pickler(PyObject *, PyObject *const *, Py_ssize_t), *copy_object(PyObject *, PyObject *);
+PyObject *read_plain(PyObject *, PyObject *);
 PyObject *read_frames(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_handles(PyObject *, PyObject *), *take_handle(PyObject *, PyObject *), *keep_handle(PyObject *, PyObject *);
 
@@ -95,6 +96,7 @@ static PyMethodDef functions[] = {
     {"keep_handle", keep_handle, METH_O, NULL},
     {"layout", layout, METH_NOARGS, NULL},
     {"read_frames", (PyCFunction)(void (*)(void))read_frames, METH_FASTCALL, NULL},
+    {"read_plain", read_plain, METH_O, NULL},
     {"reduce", reduce, METH_VARARGS, NULL},
     {"reduction", reduction, METH_VARARGS, NULL},
     {"set_handles", set_handles, METH_VARARGS, NULL},

@@ -5,7 +5,6 @@ buffers of pickle's protocol 5: they are sent from where they are, and received 
 """
 
 import gc
-import marshal
 import pickle
 from collections.abc import Iterator, Sequence
 from struct import Struct
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.engine.extension import available, copy_object, engine, write_object
+from collectives.engine.extension import available, copy_object, engine, read_plain, write_object
 from collectives.engine.instructions import FRAME, FRAME_HEAD, Content
 from collectives.errors import InvalidArgument
 from collectives.runtime.record.watcher import look
@@ -77,7 +76,7 @@ class SentObject:
 
     def __init__(self, value: Any, frame: np.ndarray) -> None:
         self._value = value
-        self._marshalled = data = write_object(frame, value)
+        self._plain = data = write_object(frame, value)
         if data is not None:
             if len(data) > ROOM:
                 self.parts = [np.frombuffer(data, np.uint8)]
@@ -108,8 +107,8 @@ class SentObject:
         self.check()
         if (copy := copy_object(self._value)) is not NotImplemented:
             return copy
-        if self._marshalled is not None:
-            return marshal.loads(self._marshalled)
+        if self._plain is not None:
+            return read_plain(self._plain)
         return _loads(self._data, [np.array(one) for one in self._buffers])
 
 
@@ -160,7 +159,7 @@ class ReceivedObject:
         if self._content == Content.FAILED:
             text = self._data.decode(errors="replace")
             raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {text}")
-        return marshal.loads(self._data) if self._content == Content.PLAIN else _loads(self._data, self._buffers)
+        return read_plain(self._data) if self._content == Content.PLAIN else _loads(self._data, self._buffers)
 
 
 class PartMessages:
