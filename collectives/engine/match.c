@@ -146,7 +146,8 @@ static PyObject *call_table(CallTable *self, PyObject *const *arguments, size_t 
         CallEntry *entry = &self->entries[index];
         PyObject *buffers[2] = {self->no_array, self->no_array};
         const Check *checks[2] = {NULL, NULL};
-        if (entry->channel != channel || (is_held && has_blocks(entry->program)) || !agrees(arguments, entry, buffers, checks)) continue;
+        if (entry->channel != channel || (is_held && has_blocks(entry->program))) continue;
+        if (!agrees(arguments, entry, buffers, checks)) continue;
         Result result = start_entry(entry, buffers, checks, is_held);
         if (result == REFUSED) continue;
         channels->started++;
