@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.engine import interpreter, row_operands
+from collectives.engine import interpreter, plain, row_operands
 from collectives.engine.recorder import recorder
 
 engine: Any
@@ -29,13 +29,18 @@ def available() -> bool:
     return engine is not None
 
 
-def write_numbers(frame: np.ndarray, value: Any) -> bool:
-    """Write None, a number or a tuple of these into a frame. False for other and longer values, which are pickled."""
-    return False
+def copy_object(value: Any) -> Any:
+    """Copy of an object of Python's own types, as pickle would make one. NotImplemented for others."""
+    return NotImplemented
+
+
+def write_object(frame: np.ndarray, value: Any) -> bytes | None:
+    """Write an object of Python's own types into a frame. Its bytes, which follow if too long. None for others."""
+    return None
 
 
 def write_all(frames: np.ndarray, values: Any) -> bool:
-    """`write_numbers` of a list with a value for each frame. False for all else."""
+    """`write_object` of a list with a value for each frame. False for all else, and longer ones."""
     return False
 
 
@@ -44,8 +49,11 @@ def read_frames(frames: np.ndarray, loads: Callable[[bytes], Any]) -> list[Any] 
     return None
 
 
+read_plain = plain.read_plain
+
 if available():
-    write_numbers, write_all, read_frames = engine.write_numbers, engine.write_all, engine.read_frames
+    copy_object, write_object, read_plain = engine.copy_object, engine.write_object, engine.read_plain
+    write_all, read_frames = engine.write_all, engine.read_frames
 
 
 def engine_class(name: str) -> Any:

@@ -142,6 +142,10 @@ SCALE = np.dtype(
         ("least", "i8"),  # elements of the shortest call
         ("most", "i8"),  # elements of the longest call
         ("starts", "i8", 4),  # first chunk of source, target and scratch in the order of the chunks, and the end
+        ("mark_bytes", "i8"),  # bytes of the mark for each element
+        ("blocks", "i8"),  # of all memories in a program for any counts, whose elements are bytes; else 0
+        ("own", "i8", 2),  # of these, this rank's own block in source and target; -1: it is not in both
+        ("room", "i8"),  # bytes of scratch in a program for any counts
     ]
 )
 
@@ -255,7 +259,7 @@ CHECK = np.dtype(
         ("buffers", "i8"),  # an array is the send buffer (bit 0), the receive buffer (bit 1)
         ("dtype", "i8"),  # address of the dtype object of an array, or of the format of another buffer
         ("dimensions", "i8"),  # number of them
-        ("nbytes", "i8"),  # of the array; -1: any
+        ("nbytes", "i8"),  # of the array; -1: any. Of an element of IS_BLOCKS
         ("content", "i8"),  # address of the bytes that an array of counts must hold
         ("argument", "i8"),  # number of the argument
         ("depth", "i8"),  # levels of lists and tuples above the item
@@ -270,6 +274,7 @@ IS_ARRAY = 2  # an array
 IS_BUFFER = 3  # another object with a buffer
 IS_HANDLE = 4  # the same operation or datatype of a user's, not freed
 IS_COUNTS = 5  # an array of counts, whose bytes are compared
+IS_BLOCKS = 6  # a buffer of any counts, for a program for these
 
 # Words of the channels that calls take in turn.
 STARTED = 0  # calls started so far
@@ -292,7 +297,7 @@ FRAME = 512
 class Content(IntEnum):
     """Content of a frame."""
 
-    NUMBERS = 0  # None, a number, or a tuple of these, by `marshal`
+    PLAIN = 0  # an object of Python's own types, see `plain`
     PICKLED = 1  # an object
     FAILED = 2  # the text of the error in place of an object
 

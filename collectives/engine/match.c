@@ -6,29 +6,9 @@
 
 #include <structmember.h>
 
-#include "program.h"
+#include "check.h"
 
-enum { MAX_DEPTH = 3, RESULT_BITS = 3 };
-
-typedef enum { IS_OBJECT, IS_SEQUENCE, IS_ARRAY, IS_BUFFER, IS_HANDLE, IS_COUNTS } CheckKind;
-
-/* Check of an argument, or of an item in its lists and tuples; a row of the dtype CHECK of instructions.py. */
-typedef struct {
-    int64_t kind;       /* a CheckKind */
-    int64_t value;      /* address of the object, or of the type, that is expected */
-    int64_t length;     /* of a list or tuple */
-    int64_t buffers;    /* an array is the send buffer (bit 0), the receive buffer (bit 1) */
-    int64_t dtype;      /* address of the dtype object of an array, or of the format of another buffer */
-    int64_t dimensions; /* number of them */
-    int64_t nbytes;     /* of the array; -1: any */
-    int64_t content;    /* address of the bytes that an array of counts must hold */
-    int64_t argument;   /* number of the argument */
-    int64_t depth;      /* levels of lists and tuples above the item */
-    struct {
-        int64_t index;
-        int64_t is_list;
-    } path[MAX_DEPTH];
-} Check;
+enum { RESULT_BITS = 3 };
 
 typedef struct {
     Program *program;
@@ -99,13 +79,19 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
             }
             continue;
         }
-        if ((int64_t)Py_TYPE(found) != check->value) return false;
+        if (check->kind != IS_BLOCKS && (int64_t)Py_TYPE(found) != check->value) return false;
         if (check->kind == IS_SEQUENCE) {
             if (Py_SIZE(found) != check->length) return false;
             continue;
         }
         if (check->kind == IS_COUNTS) {
             if (!holds_counts(found, check)) return false;
+            continue;
+        }
+        if (check->kind == IS_BLOCKS) {
+            int side = check->buffers >> 1;
+            if (!(buffers[side] = read_blocks(entry->program, arguments, check))) return false;
+            checks[side] = check;
             continue;
         }
         if (check->kind == IS_ARRAY && !is_like((PyArrayObject *)found, check)) return false;
@@ -117,7 +103,7 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
 
 /* Memory of a buffer: an array's, or by the buffer protocol, whose `view` the caller releases. */
 static bool open_memory(PyObject *object, const Check *check, Memory *memory, Py_buffer *view) {
-    if (check == NULL || check->kind == IS_ARRAY) {
+    if (check == NULL || check->kind == IS_ARRAY || check->kind == IS_BLOCKS) {
         PyArrayObject *array = (PyArrayObject *)object;
         int flags = PyArray_FLAGS(array);
         *memory = (Memory){PyArray_BYTES(array), PyArray_NBYTES(array),
@@ -160,7 +146,8 @@ static PyObject *call_table(CallTable *self, PyObject *const *arguments, size_t 
         CallEntry *entry = &self->entries[index];
         PyObject *buffers[2] = {self->no_array, self->no_array};
         const Check *checks[2] = {NULL, NULL};
-        if (entry->channel != channel || !agrees(arguments, entry, buffers, checks)) continue;
+        if (entry->channel != channel || (is_held && has_blocks(entry->program))) continue;
+        if (!agrees(arguments, entry, buffers, checks)) continue;
         Result result = start_entry(entry, buffers, checks, is_held);
         if (result == REFUSED) continue;
         channels->started++;

@@ -9,7 +9,9 @@ extern PyType_Spec program_spec, call_table_spec;
 
 PyObject *set_progress(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_record(PyObject *, PyObject *);
-PyObject *write_numbers(PyObject *, PyObject *const *, Py_ssize_t), *write_all(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *write_object(PyObject *, PyObject *const *, Py_ssize_t), *write_all(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *set_pickler(PyObject *, PyObject *const *, Py_ssize_t), *copy_object(PyObject *, PyObject *);
+PyObject *read_plain(PyObject *, PyObject *);
 PyObject *read_frames(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *set_handles(PyObject *, PyObject *), *take_handle(PyObject *, PyObject *), *keep_handle(PyObject *, PyObject *);
 
@@ -71,7 +73,7 @@ static const struct {
     {"Row", sizeof(Row)}, FIELD(Row, label), FIELD(Row, nbytes), FIELD(Row, first_operand), FIELD(Row, link),
     FIELD(Row, after), FIELD(Row, count), FIELD(Row, reduction), FIELD(Row, kind), FIELD(Row, mine_first),
     {"Operand", sizeof(Operand)}, FIELD(Operand, nbytes), FIELD(Operand, left_offset), FIELD(Operand, left),
-    {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
+    {"Stream", sizeof(Stream)}, {"Scale", sizeof(Scale)}, FIELD(Scale, starts), FIELD(Scale, room), {"Link", sizeof(Link)}, FIELD(Link, sent), FIELD(Link, own_segments), FIELD(Link, own),
     FIELD(Link, theirs), {"Check", sizeof(int64_t) * 16}, {"NetMessage", sizeof(NetMessage)}, FIELD(NetMessage, status),
     {"CallRecord", sizeof(CallRecord)}, FIELD(CallRecord, turn), FIELD(CallRecord, channel), FIELD(CallRecord, state), FIELD(CallRecord, op),
     {"Frame", sizeof(Frame)}, FIELD(Frame, buffers), FIELD(Frame, content),
@@ -90,18 +92,21 @@ static PyObject *layout(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, NULL},
+    {"copy_object", copy_object, METH_O, NULL},
     {"keep_handle", keep_handle, METH_O, NULL},
     {"layout", layout, METH_NOARGS, NULL},
     {"read_frames", (PyCFunction)(void (*)(void))read_frames, METH_FASTCALL, NULL},
+    {"read_plain", read_plain, METH_O, NULL},
     {"reduce", reduce, METH_VARARGS, NULL},
     {"reduction", reduction, METH_VARARGS, NULL},
     {"set_handles", set_handles, METH_VARARGS, NULL},
     {"set_mpi", set_mpi, METH_VARARGS, NULL},
+    {"set_pickler", (PyCFunction)(void (*)(void))set_pickler, METH_FASTCALL, NULL},
     {"set_record", set_record, METH_VARARGS, NULL},
     {"set_progress", (PyCFunction)(void (*)(void))set_progress, METH_FASTCALL, NULL},
     {"take_handle", take_handle, METH_O, NULL},
     {"write_all", (PyCFunction)(void (*)(void))write_all, METH_FASTCALL, NULL},
-    {"write_numbers", (PyCFunction)(void (*)(void))write_numbers, METH_FASTCALL, NULL},
+    {"write_object", (PyCFunction)(void (*)(void))write_object, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -67,6 +67,8 @@ static bool accepts(Program *program, const Memory *sendbuf, const Memory *recvb
     if (!fits(sendbuf, send) || !fits(recvbuf, recv)) return false;
     *length = -1;
     Scale *scale = program->scale;
+    if (scale && scale->blocks)
+        return agree_on_blocks(program, sendbuf, recvbuf) && classes && is_in_classes(scale, classes, scale->length);
     if (scale && (!set_length(sendbuf, send, scale, length) || !set_length(recvbuf, recv, scale, length))) return false;
     if (classes && *length >= 0 && !is_in_classes(scale, classes, *length)) return false;
     if (!send->nbytes || !recv->nbytes) return true;
@@ -229,8 +231,19 @@ static PyObject *program_note_end(Program *self, PyObject *state) {
     Py_RETURN_NONE;
 }
 
-/* resize(elements): set operands and labels for calls of a length. */
+/* resize(elements): set operands and labels for calls of a length, or for an array with the places of all blocks and
+ * then their sizes. */
 static PyObject *program_resize(Program *self, PyObject *length) {
+    if (PyArray_CheckExact(length)) {
+        if (!self->scale || PyArray_NBYTES((PyArrayObject *)length) != 2 * self->scale->starts[SCRATCH] * 8) {
+            PyErr_SetString(PyExc_ValueError, "resize: expected the places and sizes of all blocks");
+            return NULL;
+        }
+        int64_t *given = data_of(length), count = self->scale->starts[SCRATCH];
+        memcpy(self->bounds, given, count * 8);
+        memcpy(self->bounds + self->scale->blocks, given + count, count * 8);
+        return PyBool_FromLong(resize_blocks(self));
+    }
     long long elements = PyLong_AsLongLong(length);
     if (elements == -1 && PyErr_Occurred()) return NULL;
     if (self->scale) resize(self, elements);

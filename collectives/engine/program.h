@@ -8,7 +8,11 @@
 
 #include "layout.h"
 
-enum { NAP_US = 20 }; /* microseconds of a sleep of the progress thread */
+enum {
+    NAP_US = 20,       /* microseconds of a sleep of the progress thread */
+    BLOCK_SPACING = 2, /* distance of blocks in the operands of a program for any counts, so that none are joined */
+    NO_MESSAGE = -1,   /* label of a row that does nothing in this call */
+};
 
 enum { SOURCE, TARGET, SCRATCH, LANDING, SEND_BUFFER, RECEIVE_BUFFER, ABSOLUTE, IGNORED, MEMORIES };
 
@@ -83,12 +87,16 @@ Result advance_released(Program *program, long polls, long naps);
 Result run_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
 Result queue_on(Program *program, const Memory *sendbuf, const Memory *recvbuf, const uint64_t *classes);
 
+/* counts.c */
+bool agree_on_blocks(Program *program, const Memory *sendbuf, const Memory *recvbuf);
+
 /* record.c */
 void begin(Program *program);
 void note_end(Program *program, CallState state);
 
 /* scale.c */
 void resize(Program *program, int64_t elements);
+bool resize_blocks(Program *program);
 bool is_in_classes(const Scale *scale, const uint64_t *classes, int64_t elements);
 
 /* mailbox.c */

@@ -41,6 +41,7 @@ static Result call_function(Program *program, Row *row) {
 
 /* Run a row as far as possible. */
 static Result attempt(Program *program, Row *row) {
+    if (row->label == NO_MESSAGE) return DONE;
     switch ((Kind)row->kind) {
     case SEND:
         return send_message(program, row) ? DONE : WAITING;

@@ -99,7 +99,7 @@ def bind_any_length(
     work.allocate((needed, 0), scratch)
     program = build(task.schedule, chunks, wire, work)
     instructions = flat(program.rounds)
-    if not all(_scales(one, short) for one in instructions):
+    if not all(scales(one, short) for one in instructions):
         return None
     if short:
         chunk_count = max((one.nbytes for one in instructions if one.kind in (Kind.SEND, Kind.RECV)), default=1)
@@ -120,6 +120,7 @@ def _scale(
         "itemsize": call.unit.itemsize,
         "mark": mark,
         "call_bytes": call.nbytes // call.lengths[0],
+        "mark_bytes": call.nbytes // call.lengths[0],
         "cell_bytes": wire.cell_bytes,
         "part": wire.part_bytes,
         "streamed": wire.streamed if wire.node.reads else 1 << 62,
@@ -159,7 +160,7 @@ def _orders(*places: Mapping[int, MemorySpan]) -> list[list[int]] | None:
     return orders if dense else None
 
 
-def _scales(one: Instruction, short: bool) -> bool:
+def scales(one: Instruction, short: bool) -> bool:
     """True if the operands of an instruction are ranges of chunks, few enough to be sent by their addresses."""
     places = (place for operand in one.operands for place in operand[1:])
     fits = short or one.kind != Kind.SEND or len(one.operands) <= ADDRESSES

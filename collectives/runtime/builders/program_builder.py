@@ -13,6 +13,7 @@ from collectives.engine.instructions import CALL_RECORD
 from collectives.runtime.arguments.call import Call
 from collectives.runtime.arguments.ops import OP_NAMES
 from collectives.runtime.binding import call_binding
+from collectives.runtime.binding.any_counts import bind_any_counts
 from collectives.runtime.binding.any_length import bind_any_length
 from collectives.runtime.binding.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.builders import native
@@ -171,7 +172,7 @@ class ProgramBuilder:
     def bind_any_length(
         self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
     ) -> Program | None:
-        """Build the program of a call for any length, or any `short` one. None if there is none."""
+        """Build the program of a call for any length or counts, or any `short` ones. None if there is none."""
         among_nodes = self._transports.node is None or self._transports.nodes is not None
         if among_nodes or self._transports.chunks is not None or self._async_progress:  # `deferred` depends on length
             return None
@@ -179,15 +180,17 @@ class ProgramBuilder:
         if not isinstance(wire, NodeAwareTransport) or wire.meets_devices:
             return None
         scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
-        program = bind_any_length(call, choice, self._rank, self._size, wire, nodes, scratch, short)
+        bind = bind_any_counts if call.v_form else bind_any_length
+        program = bind(call, choice, self._rank, self._size, wire, nodes, scratch, short)
         if program is not None:
             self._guard(self.described(program, call, choice, form, channel), call)
         return program
 
     def _guard(self, program: Program, call: Call) -> None:
         """Let the root of a call that has data for every rank look for messages that earlier calls have left."""
-        is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank and all(call.lengths)
-        if is_root and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # a rank that is alone has none
+        is_root = call.collective in ("broadcast", "scatter") and call.root == self._rank
+        has_all = all(call.lengths) or program.scale is not None  # whose engine looks only if there is data for all
+        if is_root and has_all and isinstance(program.wire, NodeAwareTransport) and program.rounds:  # none if alone
             program.rounds[0] = [*program.wire.guard_root(), *program.rounds[0]]
 
 

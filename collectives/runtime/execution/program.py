@@ -61,8 +61,8 @@ Local = Instruction | Callable[[], object] | Wait
 """Local work: an instruction, a function, or pending work."""
 
 
-Placement = tuple[Sequence[int | None], int]
-"""Addresses of a call's memories, and its length. See `Program.place`."""
+Placement = tuple[Sequence[int | None], int | np.ndarray]
+"""Addresses of a call's memories, and its length, or the bounds of its blocks. See `Program.place`."""
 
 
 def stepping(step: Local) -> Instruction:
@@ -140,7 +140,7 @@ class Program(AwaitedProgram):
             engine.describe(*self.recorded)
         if self.scale is not None:
             units, order = self.rows.operands.copy(), self.scale.order
-            bounds = np.zeros(len(order) + SCRATCH + 1, np.int64)
+            bounds = np.zeros(2 * len(order) + SCRATCH + 1, np.int64)
             may_choose = np.array([one.address_label != 0 for one in self.instructions], np.uint8)
             engine.scale(self.scale.record, units, order, bounds, may_choose)
         return engine
@@ -191,10 +191,10 @@ class Program(AwaitedProgram):
         """True if the compiled engine can manage its requests, and run it without the interpreter's lock (GIL)."""
         return available() and self.needs_no_mpi
 
-    def place(self, addresses: Sequence[int | None], length: int = 0) -> None:
+    def place(self, addresses: Sequence[int | None], length: int | np.ndarray = 0) -> None:
         """Let the next run use source and target at other addresses. None for memory of the program's own.
 
-        `length`: that of the call, for a program for any length.
+        `length`: that of the call, for a program for any length, or the bounds of its blocks, for one for any counts.
         """
         if self.scale is not None:
             self.engine.resize(length)
@@ -225,6 +225,12 @@ class Program(AwaitedProgram):
     def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
         """Bytes by which an array grows with each element of a call, in a program for any length. 0 in others."""
         return 0 if self.scale is None or address is None else array.nbytes // length
+
+    def expect_blocks(self, memories: Sequence[int | None]) -> None:
+        """Describe the arrays of calls of a program for any counts, by the addresses of those of a call."""
+        for number, address in enumerate(memories):
+            memory = IGNORED if address is None else self.places[number]
+            self.engine.expect(number, memory in self._written, memory, 0, 0, 0)
 
     def shorten_calls(self) -> None:
         """Let calls of the program, a non-blocking one, wait for a moment at most."""
@@ -263,6 +269,11 @@ class Program(AwaitedProgram):
     def ended(self) -> bool:
         """True once the program has ended, until it is started again. The engine notes the end."""
         return not self.engine.is_running
+
+    @property
+    def has_blocks(self) -> bool:
+        """True for a program for any counts."""
+        return self.scale is not None and self.scale.blocks is not None
 
     @property
     def position(self) -> int:

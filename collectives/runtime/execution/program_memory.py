@@ -42,12 +42,14 @@ class Scale(NamedTuple):
     ----------
     least, most : elements of the shortest and longest call, in a vector or in each block
     record, order : arguments of the engine's `scale`
+    blocks : number of blocks in source and target of a program for any counts, `most` in bytes
     """
 
     least: int
     most: int
     record: np.ndarray
     order: np.ndarray
+    blocks: tuple[int, int] | None = None
 
 
 class ElementArray(NamedTuple):

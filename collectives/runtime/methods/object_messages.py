@@ -5,7 +5,6 @@ buffers of pickle's protocol 5: they are sent from where they are, and received 
 """
 
 import gc
-import marshal
 import pickle
 from collections.abc import Iterator, Sequence
 from struct import Struct
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.engine.extension import write_numbers
+from collectives.engine.extension import available, copy_object, engine, read_plain, write_object
 from collectives.engine.instructions import FRAME, FRAME_HEAD, Content
 from collectives.errors import InvalidArgument
 from collectives.runtime.record.watcher import look
@@ -29,6 +28,9 @@ LEAST_BUFFER, MOST_BUFFERS = 1 << 15, 32
 
 TAG = 0
 """Tag of messages of blocking calls on the private communicator."""
+
+if available():
+    engine.set_pickler(MPI.pickle, pickle.dumps)
 
 _write_head, _read_head = Struct("=qii").pack_into, Struct("=qii").unpack_from
 
@@ -54,10 +56,10 @@ def _loads(data: Any, buffers: Sequence[np.ndarray]) -> Any:
     return pickle.loads(data, buffers=[one.data for one in buffers]) if buffers else MPI.pickle.loads(data)
 
 
-def copied(value: Any, frame: np.ndarray) -> Any:
-    """An object as other ranks would receive it. `frame` is overwritten."""
-    if write_numbers(frame, value):
-        return value
+def copied(value: Any) -> Any:
+    """An object as other ranks would receive it."""
+    if (copy := copy_object(value)) is not NotImplemented:
+        return copy
     data, buffers = _dumps(value)
     return _loads(data, [np.array(one) for one in buffers])
 
@@ -69,12 +71,15 @@ class SentObject:
     problem: Exception | None = None
     """The error that kept the object from being pickled."""
 
-    _data: bytes | None = None
+    _data = b""
     _buffers: Sequence[np.ndarray] = ()
 
     def __init__(self, value: Any, frame: np.ndarray) -> None:
         self._value = value
-        if write_numbers(frame, value):
+        self._plain = data = write_object(frame, value)
+        if data is not None:
+            if len(data) > ROOM:
+                self.parts = [np.frombuffer(data, np.uint8)]
             return
         try:
             data, buffers = _dumps(value)
@@ -100,8 +105,10 @@ class SentObject:
     def load(self) -> Any:
         """The object as other ranks receive it."""
         self.check()
-        if self._data is None:
-            return self._value
+        if (copy := copy_object(self._value)) is not NotImplemented:
+            return copy
+        if self._plain is not None:
+            return read_plain(self._plain)
         return _loads(self._data, [np.array(one) for one in self._buffers])
 
 
@@ -152,7 +159,7 @@ class ReceivedObject:
         if self._content == Content.FAILED:
             text = self._data.decode(errors="replace")
             raise InvalidArgument(MPI.ERR_OTHER, f"{name}: rank {sender} has no object: {text}")
-        return marshal.loads(self._data) if self._content == Content.NUMBERS else _loads(self._data, self._buffers)
+        return read_plain(self._data) if self._content == Content.PLAIN else _loads(self._data, self._buffers)
 
 
 class PartMessages:

@@ -127,13 +127,14 @@ class ObjectExchange(Inherited):
 class ObjectMethods(ObjectExchange, CollectiveMethods):
     """Collectives of objects, with the arguments and results of mpi4py's.
 
-    Arrays of 32 KiB and more are not copied into a pickle. None, numbers and tuples of numbers are not pickled.
+    Arrays of 32 KiB and more are not copied into a pickle. None, numbers and strings are not pickled, nor are lists,
+    tuples and dictionaries of these.
     """
 
     def _alone(self, obj: Any) -> Any:
         """An object of the only rank, as it would be received."""
         self._open_planner()
-        return copied(obj, self._frame)
+        return copied(obj)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """The object of `root`, on all ranks. Collective."""
@@ -188,7 +189,7 @@ class ObjectMethods(ObjectExchange, CollectiveMethods):
             frames = self._frames[0]
             if write_all(frames, sendobj):
                 self.Scatter(frames, frame, root)
-                return sendobj[root]
+                return copied(sendobj[root])
             sent = sent_objects(sendobj, frames)
             self.Scatter(frames, frame, root)
             return self._exchange("scatter", frame[None], [root], list(enumerate(sent)))[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array as _array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from collectives.engine.instructions import (
     CLASS_WORDS,
     HELD,
     IS_ARRAY,
+    IS_BLOCKS,
     IS_BUFFER,
     IS_COUNTS,
     IS_HANDLE,
@@ -34,6 +35,7 @@ from collectives.engine.instructions import (
     RESULT_BITS,
 )
 from collectives.runtime.arguments.argument_keys import NO_ARRAY, CallKey, is_constant, is_handle
+from collectives.runtime.arguments.call import Call
 from collectives.runtime.execution.program import Program
 
 MAX_ENTRIES = 16
@@ -83,12 +85,16 @@ class CompiledCallTable:
         held = self._channels[HELD:]
         return [entry.program for entry in entries if not entry.program.ended and not held[entry.channel]]
 
-    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int) -> None:
-        """Let calls with the arguments of `key` run the program of their channel, if for any length in `classes`."""
+    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int, call: Call | None = None) -> None:
+        """Let calls with the arguments of `key` run the program of their channel, if for any length in `classes`.
+
+        If a program is for any counts, `call` describes the buffers.
+        """
         name = key.arguments[0]
         if name not in self._methods:
             self._methods[name] = _Method(self._channels)
-        self._methods[name].add(programs, key, classes)
+        has_blocks = all(program.has_blocks for program in programs.values())
+        self._methods[name].add(programs, key, classes, call if has_blocks else None)
         self.run[name] = self._methods[name].run
 
     def discard(self, program: Program) -> None:
@@ -108,12 +114,16 @@ class _Method:
         self.entries: list[_Entry] = []
         self.run = engine_class("CallTable")(channels, NO_ARRAY)
 
-    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int) -> None:
+    def add(self, programs: Mapping[int, Program], key: CallKey, classes: int, call: Call | None) -> None:
         """Add programs, by channel, for the arguments of a key. Beyond `MAX_ENTRIES` of one forget its oldest."""
-        checks = [check for number, value in enumerate(key.given) for check in _checks(value, number)]
+        described = _block_checks(key.given, call) if call is not None else {}
+        checks = [
+            check for number, value in enumerate(key.given) for check in described.get(number, _checks(value, number))
+        ]
         if len(checks) > MAX_CHECKS or not all(check.is_possible for check in checks) or not key.is_current:
             return
-        in_place = sum(check.array is not None for check in checks) == 1  # the only array is then both buffers
+        # the only array is then both buffers
+        in_place = call is None and sum(check.array is not None for check in checks) == 1
         records = np.array([check.record(3 if in_place else 1 << check.argument) for check in checks], CHECK)
         if classes:
             records["nbytes"][np.isin(records["kind"], (IS_ARRAY, IS_BUFFER))] = ANY
@@ -176,6 +186,10 @@ class _Check(NamedTuple):
     array: np.ndarray | memoryview | None = None
     """Memory of a buffer."""
 
+    itemsize: int = 0
+    """Bytes of an element of a buffer of any counts. They are in the argument `counted` if that is not 0."""
+
+    counted: int = 0
     counts: np.ndarray | memoryview | None = None
     content: np.ndarray = NO_ARRAY
     """An array of counts, and a copy of its bytes."""
@@ -183,7 +197,9 @@ class _Check(NamedTuple):
     @property
     def is_possible(self) -> bool:
         """False for items too deep, and for objects among them that may change their value."""
-        if self.kind == IS_OBJECT and self.path and not is_constant(self.value):
+        if (self.kind == IS_BLOCKS or (self.kind == IS_OBJECT and self.path)) and not is_constant(self.value):
+            return False
+        if self.kind == IS_BLOCKS and type(self.array) is not np.ndarray:
             return False
         return len(self.path) <= MAX_DEPTH and (self.kind != IS_BUFFER or self.array is not None)
 
@@ -192,8 +208,9 @@ class _Check(NamedTuple):
         path = [*self.path, *[(0, False)] * (MAX_DEPTH - len(self.path))]
         memory, described = (0, 0, 0, 0), self.array if self.counts is None else self.counts
         if described is not None:
-            memory = 0 if self.array is None else buffers, self._type_address, described.ndim, described.nbytes
-        content = self.content.ctypes.data
+            nbytes = self.itemsize or described.nbytes
+            memory = 0 if self.array is None else buffers, self._type_address, described.ndim, nbytes
+        content = self.counted if self.kind == IS_BLOCKS else self.content.ctypes.data
         return self.kind, id(self.value), self.length, *memory, content, self.argument, len(self.path), path
 
     @property
@@ -213,6 +230,29 @@ class _Check(NamedTuple):
     def _type_address(self) -> int:
         found = self._type
         return int(found.ctypes.data) if isinstance(found, np.ndarray) else id(found)
+
+
+def _block_checks(given: tuple[Any, ...], call: Call) -> dict[int, list[_Check]]:
+    """Checks of the buffers of a call for any counts, and of its counts, by argument. None of those that it ignores."""
+    counted = 3 if call.collective == "reduce_scatter" else 0  # the argument in the place of a root
+    found: dict[int, list[_Check]] = {counted: []} if counted else {}
+    for number, buffer in enumerate((call.source, call.target)):
+        if buffer is None:
+            found[number] = []
+        elif call.source is not call.target or number == 1:
+            value, blocks = given[number], (call.send_blocks, call.recv_blocks)[number]
+            parts = value if type(value) in (list, tuple) else (value,)
+            datatype = parts[-1] if _has_datatype(parts) else None
+            own = 0 if number else counted
+            length = len(blocks) if own or buffer.counts is not None else 0
+            array, itemsize = parts[0], buffer.itemsize
+            found[number] = [_Check(IS_BLOCKS, datatype, number, (), length, array, itemsize, own)]
+    return found
+
+
+def _has_datatype(parts: Sequence[Any]) -> bool:
+    """True if the last part of a buffer argument is its datatype."""
+    return len(parts) > 2 or (len(parts) == 2 and isinstance(parts[1], (MPI.Datatype, str)))
 
 
 def _checks(value: Any, argument: int, path: tuple[tuple[int, bool], ...] = ()) -> Iterator[_Check]:

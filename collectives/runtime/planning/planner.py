@@ -13,6 +13,7 @@ from collectives.engine.instructions import DONE, HELD, QUEUED, REFUSED, STARTED
 from collectives.errors import Mismatch, OutOfMemory
 from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey, held, key_fields
 from collectives.runtime.arguments.call import Call, call_device
+from collectives.runtime.binding.any_counts import fits, key_of_counts, placement_of
 from collectives.runtime.binding.any_length import ALL_CLASSES, class_number, key_of
 from collectives.runtime.binding.call_binding import check_no_overlap, is_bound_anew, memories, program_key
 from collectives.runtime.binding.count_exchange import CountExchange, bind_count_exchange, needs_counts
@@ -120,7 +121,7 @@ class Planner:
         if bound.stream is not None:
             bound.stream.follow(*(buffer.owner for buffer in call.buffers))
         elif bound.relocatable:
-            bound.place(memories(call), call.lengths[0])
+            bound.place(*placement_of(bound, call))
         with self.cache.poisoning(call, bound):
             run_program(bound)
         self.cache.store(cache_key, key, call, classes=classes)
@@ -138,11 +139,12 @@ class Planner:
     ) -> tuple[tuple[Any, ...], Program | None, int]:
         """Key of a call's program, the program, and the size classes of calls that may use it, a set of bits.
 
-        Binds a program for any length.
+        Binds a program for any length or counts.
         """
         fixed = device is not None or choice.algorithm == NATIVE
-        for short in (True, False) if not fixed and cache_key.suits_any_length(call.lengths[0]) else ():
-            found = key_of(call, choice)
+        varies = call.v_form or cache_key.suits_any_length(call.lengths[0])
+        for short in (True, False) if not fixed and varies else ():
+            found = key_of_counts(call, choice) if call.v_form else key_of(call, choice)
             if found is None or (key := (found, short, channel)) in cache.fixed:
                 continue
             bound = cache.bound.get(key) or self._builder.bind_any_length(call, choice, form, channel, short)
@@ -152,8 +154,9 @@ class Planner:
             if key not in cache.bound:
                 cache.add(key, bound, self._active())
             # "auto" may choose another algorithm for another size class
-            if bound.scale.least <= call.lengths[0] <= bound.scale.most:
-                return key, bound, 1 << class_number(call.nbytes) if algorithm == "auto" else ALL_CLASSES
+            if fits(bound.scale, call):
+                by_size = algorithm == "auto" and not call.local_counts
+                return key, bound, 1 << class_number(call.nbytes) if by_size else ALL_CLASSES
         own = program_key(call, choice, fixed, device, cache_key.offsets(memories(call))), channel
         return own, cache.bound.get(own), 0
 
@@ -239,8 +242,8 @@ class Planner:
                 )
             if self.nonblocking.is_busy(key, self._active):
                 program, reusable = None, False
+            check_no_overlap(call)
             if program is None:
-                check_no_overlap(call)
                 program = self._builder.bind(call, choice, "nonblocking", device, channel=channel)
                 if reusable:
                     self.nonblocking.add(key, program, self._active())
@@ -251,7 +254,7 @@ class Planner:
             request = new_request(call.collective, program, self, call)
             request.owns_program, request.device = not reusable, call_device(call)
             if reusable and program.relocatable:
-                request.placement = memories(call), call.lengths[0]
+                request.placement = placement_of(program, call)
             try:
                 if self._checker is not None and choice.algorithm == NATIVE:
                     gate = self._checker.in_order(request, gate)

@@ -18,6 +18,7 @@ from collectives.engine.instructions import CHANNEL_COUNT, REFUSED
 from collectives.errors import RanksDisagree, Timeout
 from collectives.runtime.arguments.argument_keys import UNCACHEABLE, CallKey, held, key_fields, with_addresses
 from collectives.runtime.arguments.call import Call
+from collectives.runtime.binding.any_counts import placement_of
 from collectives.runtime.binding.call_binding import memories, separate_bytes, spans_meet
 from collectives.runtime.execution.operation import Operation
 from collectives.runtime.execution.program import Placement, Program
@@ -142,10 +143,15 @@ class ProgramCache:
                 if found is not None:
                     programs[other] = found
             for other, found in programs.items():
-                self.calls[other][key.arguments] = self._on_arrays(key, found, call)
-            self.compiled_calls.add(programs, key, classes)
+                if program.has_blocks:
+                    found.expect_blocks(memories(call))
+                    if not self._blocking:
+                        found.shorten_calls()
+                else:
+                    self.calls[other][key.arguments] = self._on_arrays(key, found, call)
+            self.compiled_calls.add(programs, key, classes, call)
         elif self._blocking:
-            placement = (memories(call), call.lengths[0]) if program.relocatable else ((), 0)
+            placement = placement_of(program, call) if program.relocatable else ((), 0)
             known, run = self._on_memory(key, program, placement)
             self.calls[channel][known] = CachedCall(run, program)
 

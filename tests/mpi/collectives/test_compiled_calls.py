@@ -1,6 +1,7 @@
 """Compiled programs that are found by the arguments of a call in compiled code."""
 
 import weakref
+from array import array
 from functools import partial
 
 import numpy as np
@@ -53,20 +54,19 @@ def test_in_place(quick):
     assert not find(quick, "Allreduce", None, y)
 
 
-def test_counts_are_compared_one_by_one(quick):
-    size, counts = quick.Get_size(), [2] * quick.Get_size()
-    x, y = np.full(2, quick.Get_rank(), float), np.zeros(2 * size)
-    for _ in range(9):
-        quick.Allgatherv(x, [y, counts])
-    y[:] = -1
-    assert find(quick, "Allgatherv", x, [y, [2] * size])
-    assert y.tolist() == np.repeat(np.arange(size), 2).tolist()
-    counts[-1] = 1  # the same list with other counts
-    assert not find(quick, "Allgatherv", x, [y, counts])
-    assert not find(quick, "Allgatherv", x, [y, (2,) * size])
-    assert not find(quick, "Allgatherv", x, [y, [2] * (size + 1)])
-    assert not find(quick, "Allgatherv", x, [y, [2.0] * size])
-    assert not find(quick, "Allgatherv", x, (y, [2] * size))
+def test_counts_of_other_kinds_are_left_to_python(quick):
+    size, rank = quick.Get_size(), quick.Get_rank()
+    x, y = np.full(2, rank, float), np.zeros(2 * size)
+    quick.Allgatherv(x, [y, [2] * size])
+    for spec in ([y, [2] * size], (y, [2] * size), [y, np.full(size, 2, np.int32)], [y, array("q", [2] * size)]):
+        y[:] = -1
+        assert find(quick, "Allgatherv", x, spec)
+        assert y.tolist() == np.repeat(np.arange(size), 2).tolist()
+    places = [y, [2] * size, [2 * size - 1] * size, MPI.DOUBLE]
+    for spec in ([y, (2,) * size], [y, [2] * (size + 1)], [y, [2.0] * size], [y, [-2] * size], [y, [1] * size], places):
+        assert not find(quick, "Allgatherv", x, spec)
+    assert not find(quick, "Allgatherv", x, [y.astype(int), [2] * size])
+    assert not find(quick, "Allgatherv", y[:2], [y, [2] * size])  # the buffers overlap
 
 
 def test_displacements_in_a_tuple(quick):

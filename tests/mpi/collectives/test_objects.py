@@ -1,5 +1,6 @@
 """Collectives of Python objects: results as mpi4py's, errors on all ranks that would receive."""
 
+import pickle
 import time
 
 import numpy as np
@@ -207,3 +208,74 @@ def test_progress_of_requests_while_a_rank_is_late(comm):
     assert comm.allgather(comm.rank) == list(range(comm.Get_size()))
     request.Wait()
     assert (total == sum(range(1, comm.Get_size() + 1))).all()
+
+
+SHARED = [1, "text"]
+TEXT = "a text that several places refer to"
+PLAIN = {
+    "numbers": (None, True, 1.5, -(1 << 200), float("inf"), 0),
+    "strings": ["", "a", "é", "\u20ac", "\U0001f600", "\ud800", b"", b"bytes", "x" * 600],
+    "dictionaries": {"a": [{"b": (1, [2.5, None])}], (1, "key"): {}, 3: (), None: []},
+    "long": [{"number": i, "name": f"n{i}"} for i in range(300)],
+    "shared": [SHARED, SHARED, {"again": SHARED}, TEXT, TEXT],
+    "very long text": "x" * ((1 << 20) + 1),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_objects_of_pythons_own_types(comm, kind):
+    value = PLAIN[kind]
+    for found in (comm.bcast(value), comm.allgather(value)[-1], comm.scatter([value] * comm.Get_size())):
+        assert found == value and repr(found) == repr(value)
+        assert list(map(type, found)) == list(map(type, value))
+        assert isinstance(value, tuple | str) or found is not value
+    if kind == "shared":
+        for found in comm.allgather(value):
+            assert found[0] is found[1] is found[2]["again"] is not SHARED and found[3] is found[4]
+
+
+def test_copies_are_deep(comm):
+    value = [{"a": [1]}, ([2],), {"b": ()}]
+    found = comm.bcast(value, comm.rank) if comm.Get_size() == 1 else comm.allgather(value)[comm.rank]
+    found[0]["a"].append(3)
+    found[1][0].append(4)
+    found[2]["c"] = 5
+    assert value == [{"a": [1]}, ([2],), {"b": ()}]
+
+
+class Words(list):
+    """A list with an attribute."""
+
+
+def test_objects_that_are_left_to_pickle(comm):
+    inner = []
+    inner.append(inner)
+    for found in comm.allgather([inner, (inner,)]):
+        assert found[0] is found[0][0] is found[1][0]
+    words = Words("ab")
+    words.name = "name"
+    for found in comm.allgather([1, words, {2, 3}, bytearray(b"x"), np.float64(1.5), range(3)]):
+        assert found == [1, ["a", "b"], {2, 3}, bytearray(b"x"), 1.5, range(3)]
+        assert type(found[1]) is Words and found[1].name == "name"
+        assert list(map(type, found[2:])) == [set, bytearray, np.float64, range]
+    deep = []
+    for _ in range(80):
+        deep = [deep]
+    assert comm.bcast(deep) == deep
+
+
+@pytest.mark.parametrize("value", [["text"], {"a": 1}, "text"], ids=repr)
+def test_functions_of_the_program_see_all_but_numbers(comm, value):
+    seen = []
+
+    def dumps(value, *options):
+        seen.append(value)
+        return pickle.dumps(value, *options)
+
+    MPI.pickle.__init__(dumps, pickle.loads)
+    try:
+        assert comm.allgather(value) == [value] * comm.Get_size()
+        comm.allgather(1.5)
+    finally:
+        MPI.pickle.__init__()
+    assert seen in ([value], [value, value], [value, 1.5])

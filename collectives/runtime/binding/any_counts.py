@@ -1,0 +1,139 @@
+"""Programs for any counts: one program runs all calls of a v-form that differ only in counts and displacements.
+
+Such a program is bound with blocks of one element that do not touch, so that each operand is a block. The engine takes
+their places and bytes from the arguments of each call (`counts.c`, `scale.c`). The messages are those of a program that
+was bound for the counts, so that ranks with either work together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from collectives.algorithms.catalog import find
+from collectives.engine.extension import available
+from collectives.engine.instructions import SCALE, Kind
+from collectives.runtime.arguments.call import Blocks, Call
+from collectives.runtime.binding import call_binding
+from collectives.runtime.binding.any_length import MOST_BYTES, scales
+from collectives.runtime.binding.binder import build
+from collectives.runtime.binding.chunk_locations import ChunkLocations
+from collectives.runtime.binding.local_work import LocalWork
+from collectives.runtime.execution.program import Placement, Program
+from collectives.runtime.execution.program_memory import ElementArray, Scale, ScratchMemory
+from collectives.schedule.topology import Nodes
+from collectives.selection.timing_table import NATIVE, AlgorithmChoice
+from collectives.transport.node.shm import NodeAwareTransport
+
+SPACING = 2
+"""Distance of blocks of one element: `BLOCK_SPACING` of the engine."""
+
+LENGTHS_KNOWN = "allgather", "reduce_scatter"
+"""Collectives in whose v-forms every rank knows the lengths of all blocks."""
+
+MOST_TOTAL = 1 << 31
+"""Most bytes of a call."""
+
+
+def sides(call: Call) -> tuple[list[int], list[int]]:
+    """Blocks in the source and in the target of a call. In place, the target has both."""
+    return [] if call.source is call.target else list(call.send_blocks), list(call.recv_blocks)
+
+
+def key_of_counts(call: Call, choice: AlgorithmChoice) -> Hashable | None:
+    """Key of programs for any counts that could run a call. None if there are none."""
+    if not available() or choice.algorithm == NATIVE or choice.segments > 1:
+        return None
+    if call.neighbors is not None or call.typed or call.copy_input or call.separate_output:
+        return None
+    if not all(buffer.contiguous and buffer.itemsize and not buffer.device for buffer in call.buffers):
+        return None
+    if call.collective in LENGTHS_KNOWN:
+        if call.combine is not None and call.combine.function is None:
+            return None
+    elif not find(call.collective, choice.algorithm).private:
+        return None
+    if call.source is call.target and not call.send_blocks.keys() <= call.recv_blocks.keys():
+        return None
+    blocks = tuple(map(tuple, sides(call)))
+    return "any counts", call.collective, choice, call.unit, call.root, call.op, blocks, call.source is call.target
+
+
+def fits(scale: Scale, call: Call) -> bool:
+    """True if a program for any length or counts can run a call."""
+    itemsize = call.unit.itemsize
+    if scale.blocks is None:
+        return scale.least <= call.lengths[0] <= scale.most
+    is_short = max(call.lengths) * itemsize <= scale.most and call.nbytes <= MOST_TOTAL
+    return is_short and (call.combine is None or call.nbytes <= MOST_BYTES)
+
+
+def placement_of(program: Program, call: Call) -> Placement:
+    """Arguments of `Program.place` for a call: also the places of all blocks in source and target, then their sizes."""
+    memories = call_binding.memories(call)
+    if program.scale is None or program.scale.blocks is None:
+        return memories, call.lengths[0]
+    sources, targets = sides(call)
+    places = [*(call.send_blocks[one] for one in sources), *(call.recv_blocks[one] for one in targets)]
+    sizes = [call.lengths[one] for one in (*sources, *targets)]
+    return memories, np.array([*places, *sizes], np.int64) * call.unit.itemsize
+
+
+def bind_any_counts(
+    call: Call,
+    choice: AlgorithmChoice,
+    rank: int,
+    size: int,
+    wire: NodeAwareTransport,
+    nodes: Nodes | None,
+    scratch: ScratchMemory | None,
+    short: bool,
+) -> Program | None:
+    """Build the program of a call for any counts. None if impossible. `short`: only for blocks in a bounce buffer."""
+    wire.lengths_vary, wire.all_short = True, short
+    sources, targets = sides(call)
+    ends = {block: SPACING * at for at, block in enumerate(targets)}
+    starts = {block: SPACING * at for at, block in enumerate(sources)}
+
+    def held(blocks: Blocks) -> Blocks:
+        return {block: starts[block] if sources else ends[block] for block in blocks}
+
+    spaced = call._replace(lengths=(1,) * len(call.lengths), send_blocks=held(call.send_blocks), recv_blocks=ends)
+    task = call_binding.call_task(spaced, choice, rank, size, nodes)._replace(itemsize=1)
+    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 2, 1, call.combine, None)
+    chunks = ChunkLocations(task, wire, lands=work.lands)
+    forwarded = chunks.scratch_chunks
+    if work.lands or chunks.landing_length or not set(forwarded) <= set(sources):
+        return None
+    room = MOST_BYTES if forwarded else 0
+    work.allocate((room // call.unit.itemsize, 0), scratch)
+    program = build(task.schedule, chunks, wire, work)
+    instructions = [one for streams in program.rounds for stream in streams for one in stream]
+    if not all(scales(one, short) for one in instructions):
+        return None
+    program.nbytes = room if scratch is None else 0
+    program.relocatable = True
+    operands = max((len(one.operands) for one in instructions if one.kind in (Kind.SEND, Kind.RECV)), default=1)
+    most = wire.part_bytes // max(1, operands) if short else MOST_TOTAL
+    own = set(sources) & set(targets)
+    values = {
+        "itemsize": 1,
+        "mark": call_binding.mark_without_length(call, choice),
+        "mark_bytes": call.collective in LENGTHS_KNOWN,
+        "call_bytes": 1,
+        "cell_bytes": wire.cell_bytes,
+        "part": wire.part_bytes,
+        "streamed": wire.streamed if wire.node.reads else 1 << 62,
+        "most": most,
+        "starts": np.cumsum([0, len(sources), len(targets), len(forwarded)]),
+        "blocks": len(sources) + len(targets) + len(forwarded),
+        "own": [-1, -1] if not own else [sources.index(min(own)), len(sources) + targets.index(min(own))],
+        "room": room,
+    }
+    record = np.zeros(1, SCALE)
+    for name, value in values.items():
+        record[name] = value
+    order = [*range(len(sources) + len(targets)), *map(sources.index, forwarded)]
+    program.scale = Scale(0, most, record, np.array(order, np.int64), (len(sources), len(targets)))
+    return program
