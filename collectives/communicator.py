@@ -344,6 +344,11 @@ class Communicator(ObjectMethods):
         return counts.tolist()
 
     @property
+    def timeout(self) -> float | None:
+        """Time limit of waits in seconds, the same on all ranks. None without."""
+        return self._agreed.timeout
+
+    @property
     def nodes(self) -> tuple[int, ...] | None:
         """Node number of every rank, by first appearance; None if all ranks are on one node."""
         return self._open_planner().nodes

@@ -36,7 +36,8 @@ class StepFailed(RuntimeError):
 class RankLeft(StepFailed):
     """Raised where a rank waits for one that has left the engine, by an exception or the end of its program."""
 
-    on_all_ranks = False
+    on_all_ranks = of_death = False
+    """`of_death`: since a rank has died or does not answer."""
 
 
 Facts = Sequence[tuple[str, Any]]

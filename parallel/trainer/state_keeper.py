@@ -17,7 +17,6 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import PeerFailed
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.state_segment import HEADER, ROOM, ROOM_OF_SLICE, StateSegment, padded
 from parallel.checkpoint.tensor_slices import TensorSlice
@@ -314,7 +313,7 @@ class StateKeeper:
 def _is_of_death(error: BaseException | None) -> bool:
     """True for an error that follows from the death of another rank."""
     while error is not None:
-        if isinstance(error, PeerFailed | MPI.Exception):
+        if isinstance(error, MPI.Exception) or getattr(error, "of_death", False):
             return True
         error = error.__cause__ or error.__context__
     return False

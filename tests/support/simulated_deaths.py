@@ -51,8 +51,8 @@ class Mailbox:
         self.world.turn(self.rank)
         return self.world.deliver(self)
 
-    def idle(self):
-        pass
+    def idle(self, awaits):
+        assert awaits() is not None
 
 
 class World:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.errors import WAIT_ERRORS
 from parallel.asynchronous.server.consistency import GONE, rule_of
 from parallel.asynchronous.server.event_order import open_order
 from parallel.asynchronous.server.key_assignment import buckets_of, keys_of
@@ -37,7 +38,7 @@ from parallel.optim.param_groups import checked_missed, frozen_of, merged_missed
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import collective_call, raise_on_all, written
-from parallel.runtime.meeting_point import MeetingPoint, text_of
+from parallel.runtime.meeting_point import MeetingPoint
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.vector_memory import VectorAllocator
@@ -110,7 +111,8 @@ class ParameterServer(BaseEngine):
         is_server = context.plan.rank in context.servers
         self.point = MeetingPoint(comm, settings.fault_tolerant)
         self.resources.callback(self.point.leave, "the engine's constructor")
-        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), self.point.watch)
+        others = peers if is_server else context.servers
+        self._bus = MessageBus(comm, others, len(context.workers), self.point.watch, settings.fault_tolerant)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
@@ -330,8 +332,9 @@ class ParameterServer(BaseEngine):
             self.point.order.ignore()
             if isinstance(error, consistency_check.RankLeft):
                 raise
-            if isinstance(error, KeyboardInterrupt) and not self.settings.fault_tolerant:  # it may have lost messages
-                self.point.leave(f"a call in the middle: {text_of(error)}")
+            # an interrupt may have lost messages, and in a wait in vain other ranks do not answer
+            if isinstance(error, (KeyboardInterrupt, *WAIT_ERRORS)) and not self.settings.fault_tolerant:
+                self.point.leave("a call in the middle", error)
                 raise
             problem = cause_of(error)
             if self.worker is not None and not isinstance(error, TrainingFailed):

@@ -120,13 +120,26 @@ class ServerLoop:
                     raise TrainingFailed(self.problem or "")
                 if self.problem is None and self._over.issuperset(self._workers):
                     raise TrainingFailed("all workers are dead")
-                self._bus.idle()
-        except (TrainingFailed, KeyboardInterrupt):  # the second may have lost a message
-            raise
+                self._bus.idle(self._awaits)
+        except (TrainingFailed, KeyboardInterrupt, TimeoutError, ConnectionError):
+            raise  # an interrupt may have lost a message, and after the others a rank does not answer
         except BaseException as error:
             if self.problem is not None:
                 raise
             self.give_up(error)
+
+    def _awaits(self) -> dict[int, str]:
+        """Ranks that this server waits for: workers that wait for none, or servers whose squares are missing."""
+        if self.problem is not None:
+            return dict.fromkeys(set(self._peers) - self._over, "PROBLEM")
+        waiting = {*self._resting, *self._gone, *(envelope.source for envelope in self.order.waiting)}
+        clocks = {worker: clock for worker, clock in zip(self._workers, self.clocks) if worker not in waiting}
+        if clocks:
+            first = min(clocks.values())
+            return {worker: f"step {clock}" for worker, clock in clocks.items() if clock == first}
+        step = self.store.applied
+        there = self._squares.get(step, {})
+        return {rank: f"SQUARES of step {step}" for at, rank in enumerate(self._servers) if at not in there}
 
     def give_up(self, error: BaseException) -> None:
         """Report this rank's failure. Raises `TrainingFailed` once all other ranks have reported it or are dead."""
