@@ -51,7 +51,7 @@ class CallOrder:
 
     def __init__(self, comm: MPI.Intracomm | None):
         self._comm = comm
-        key, number = (0, 0) if comm is None else comm.bcast((uuid4().int, next(_numbers)))
+        key, number = (0, 0) if comm is None else comm.bcast((uuid4().int >> 66, next(_numbers)))
         self.key: int = key
         """Number of the engine, the same on all ranks, of no other engine."""
 

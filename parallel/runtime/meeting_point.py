@@ -131,7 +131,7 @@ class MeetingPoint:
         request = self.comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
         found = record() if self._mail is not None else None
         number = 0 if found is None else found.begin_wait(self.order.call, "all ranks", meeting=self.order.key)
-        everyone = dict.fromkeys(set(range(self._size)) - {self._rank}, "to make this call")
+        everyone = dict.fromkeys(set(range(self._size)) - {self._rank}, "")
         wait = MessageWait(self.order.call, self._owner, lambda: everyone, number=number)
         try:
             self._wait(request.Test, lambda: self._has_left("met", self._met + 1), wait)

@@ -91,6 +91,8 @@ class MessageWait:
 
     def describe(self, subject: str) -> str:
         """Sentence on the wait."""
+        if self._number:
+            return f"{self._name}: {subject} for other ranks to make this call"
         texts = [f"for rank {rank}{f' ({what})' if what else ''}" for rank, what in sorted(self._awaited().items())]
         return f"{self._name}: {subject} {' and '.join(texts) or 'for other ranks'}"
 
