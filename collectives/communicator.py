@@ -346,7 +346,8 @@ class Communicator(ObjectMethods):
     @property
     def timeout(self) -> float | None:
         """Time limit of waits in seconds, the same on all ranks. None without."""
-        return self._agreed.timeout
+        limit: float | None = self._agreed.timeout
+        return limit
 
     @property
     def nodes(self) -> tuple[int, ...] | None:

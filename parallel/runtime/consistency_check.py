@@ -40,6 +40,19 @@ class RankLeft(StepFailed):
     """`of_death`: since a rank has died or does not answer."""
 
 
+class TrainingFailed(RuntimeError):
+    """The training has failed on all ranks. The text is the reason, or empty if another rank failed."""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """This rank's cause of the end of the training. None if only another rank knows it."""
+    if not isinstance(error, TrainingFailed):
+        return error
+    if not isinstance(error.__cause__, Exception | None):
+        return error.__cause__  # SystemExit and the like
+    return error if str(error) else None
+
+
 Facts = Sequence[tuple[str, Any]]
 """Names and values of what must be equal on several ranks, in an order that is too."""
 

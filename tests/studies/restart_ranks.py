@@ -8,8 +8,8 @@ python tests/studies/restart_ranks.py --ulfm --layouts dp --times 20
 A training passes if it exits with status 0, its last checkpoint has the bits of an undisturbed run, it goes on from at
 most the given number of steps before each kill, and leaves no memory. Of an asynchronous layout, whose bits differ in
 each run, the loss of the test must be near. With --kills 2 another rank is killed after the restart, and with
---servers the same server again. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec. Times are of an
-installation with compiled modules (.pyc files).
+--servers the same server again. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec. Times are
+of an installation with compiled modules (.pyc files).
 """
 
 import argparse

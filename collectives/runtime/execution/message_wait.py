@@ -62,9 +62,7 @@ class MessageWait:
         """Look at the awaited ranks, `idle` seconds without progress. Raises PeerLeft or PeerFailed. See `look`."""
         worlds, awaited = world_ranks(self._comm), self._awaited()
         if not self._number:
-            self._note(
-                {(worlds[rank] if rank >= 0 else rank, what) for rank, what in (awaited or UNKNOWN).items()}, idle
-            )
+            self._note({(worlds[rank], what) for rank, what in awaited.items()} or UNKNOWN, idle)
         if (found := record()) is not None:
             found.stall(self._number, -1, -1)
         look(self._name, {} if self._survives else {rank: (worlds[rank], 0) for rank in awaited}, idle)

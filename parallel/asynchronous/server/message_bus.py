@@ -77,7 +77,8 @@ class MessageBus(Mail):
         watch: Callable[[], None] = lambda: None,
         survive: bool = False,
     ):
-        self._watch, self._awaits = watch, dict[int, str]
+        self._watch = watch
+        self._awaits: Awaits = dict
         self._wait = MessageWait("message", comm, lambda: self._awaits(), survive)
         self._pauses: Pauses | None = None  # of the present wait
         self._turns = 0

@@ -10,8 +10,8 @@ import numpy as np
 from parallel.asynchronous.server.consistency import ConsistencyRule
 from parallel.asynchronous.server.key_assignment import ServerKey
 from parallel.asynchronous.server.messages import Envelope, Mail, MessageKind, ServerMessage
-from parallel.asynchronous.server.server_loop import TrainingFailed
 from parallel.asynchronous.server.work_assignment import PartResult, WorkPart
+from parallel.runtime.consistency_check import TrainingFailed
 from quant.types import Array
 
 
