@@ -60,6 +60,8 @@ class MessageWait:
 
     def stall(self, idle: float) -> None:
         """Look at the awaited ranks, `idle` seconds without progress. Raises PeerLeft or PeerFailed. See `look`."""
+        if MPI.Intracomm(self._comm) == MPI.COMM_NULL:  # threads as ranks have no records
+            return
         worlds, awaited = world_ranks(self._comm), self._awaited()
         if not self._number:
             self._note({(worlds[rank], what) for rank, what in awaited.items()} or UNKNOWN, idle)
