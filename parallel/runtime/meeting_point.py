@@ -29,6 +29,9 @@ from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed
 NOTICE = 1
 """Tag of notices."""
 
+WATCHED = 16
+"""Ranks whose death a rank notices in a meeting, at most: the next ones."""
+
 LONGEST = 1000
 """Characters of a notice: short messages are sent without a receiver."""
 
@@ -131,8 +134,9 @@ class MeetingPoint:
         request = self.comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
         found = record() if self._mail is not None else None
         number = 0 if found is None else found.begin_wait(self.order.call, "all ranks", meeting=self.order.key)
-        everyone = dict.fromkeys(set(range(self._size)) - {self._rank}, "")
-        wait = MessageWait(self.order.call, self._owner, lambda: everyone, number=number)
+        others = range(self._rank + 1, self._rank + min(self._size, 1 + WATCHED))
+        awaited = {rank % self._size: "" for rank in others}
+        wait = MessageWait(self.order.call, self._owner, lambda: awaited, number=number)
         try:
             self._wait(request.Test, lambda: self._has_left("met", self._met + 1), wait)
             if self._has_left("met", self._met + 1):  # it began the meeting, and gave it up
