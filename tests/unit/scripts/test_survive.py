@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def test_the_end_of_the_launcher_ends_the_ranks(begin, tmp_path):
     while any(not has_ended(rank) for rank in ranks):
         assert time.monotonic() < deadline, "the ranks go on without a launcher"
         time.sleep(0.1)
+    shutil.rmtree(memory_of(process))  # as the next start of the same command would
 
 
 @pytest.mark.full
