@@ -232,7 +232,7 @@ class Communicator(ObjectMethods):
 
     def _open(self, private: MPI.Intracomm, placement: NodePlacement, agreed: Agreement) -> None:
         """Prepare for calls: with messages on `private`, of these ranks, and settings `agreed` by them. Collective."""
-        self._agreed, self._threads = agreed, agreed.threads
+        self._agreed, self._threads, self.timeout = agreed, agreed.threads, agreed.timeout
         self._rank, self._size = private.Get_rank(), private.Get_size()
         transports = Transports(private, placement, agreed.aware, agreed.gpu)
         self._checker = DesyncChecker(private) if agreed.checks else None

@@ -99,3 +99,7 @@ class PeerLeft(InvalidInput, ConnectionError):
 
 class PeerFailed(InvalidInput, ConnectionResetError):
     """Wait for a rank whose process has died. A ConnectionResetError, as of a socket."""
+
+
+WAIT_ERRORS = (Timeout, PeerLeft, PeerFailed)
+"""Errors of waits that other ranks would end in vain."""

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from collectives.communicator import Communicator
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, NEIGHBOR_DECLARATIONS, method_name
+from collectives.runtime.record.layout import OUTSIDE
 from collectives.runtime.record.writer import record
 from collectives.runtime.requests.request import Request
 from collectives.topologies import TopologyCommunicator
@@ -129,7 +130,7 @@ class CallProfile:
         while self._seen < last:
             self._seen += 1
             entry = self._entry(self._seen)
-            if entry is None:
+            if entry is None or np.frombuffer(entry, np.int32, 1, _OFFSETS["channel"])[0] == OUTSIDE:
                 continue
             while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
                 frame = frame.f_back

@@ -10,6 +10,7 @@ from collectives.benchmark import traces
 from collectives.engine.instructions import CallState
 from collectives.runtime.record.causes import place
 from collectives.runtime.record.conditions import describe_call
+from collectives.runtime.record.layout import OUTSIDE
 from collectives.runtime.record.reader import RankRecord, is_active
 
 VERSION = "2.10"
@@ -34,7 +35,7 @@ def flight_recorder(records: Iterable[RankRecord], folder: Path) -> None:
     A process group there is a channel of a communicator here, as calls are numbered by channel. Its members are the
     ranks that have made calls on it, or are waited for in one.
     """
-    ranks = [(record, record.calls) for record in records]
+    ranks = [(record, record.calls[record.calls["channel"] != OUTSIDE]) for record in records]
     members = defaultdict[tuple[int, int], set[int]](set)
     for record, calls in ranks:
         for call in calls:

@@ -38,7 +38,7 @@ from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import is_shared, written
 from parallel.runtime.consistency_check import Facts
 from parallel.runtime.left_windows import free_left
-from parallel.runtime.meeting_point import MeetingPoint, text_of
+from parallel.runtime.meeting_point import MeetingPoint
 from parallel.runtime.profiler import Profiler, ProfilerEvent
 from parallel.runtime.signals import held
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
@@ -151,7 +151,7 @@ class BaseEngine:
         """Leave the engine by an exception, or None; True if all ranks do. Else the others have a notice of it."""
         if error is None or is_shared(error):
             return True
-        self.point.leave(f"the engine: {text_of(error)}")
+        self.point.leave("the engine", error)
         return False
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from collectives.runtime.execution.message_wait import wait_for
 from collectives.runtime.execution.progress import active_requests, progress
-from collectives.transport.waits import call_watchers, pause
 from parallel.nn.array_checks import is_float
 from parallel.nn.operator import ArraySpec, parts_of, spec_of
 from parallel.pipeline.schedule.actions import RECEIVES, SENDS, Action
@@ -33,9 +33,6 @@ from quant.types import Array
 
 MANY_SENDS = 8
 """Number of pending sends from which completed ones are removed."""
-
-SPIN_SECONDS, SLEEP_SECONDS = 500e-6, 50e-6
-"""Seconds of busy waiting, and of sleep between later polls."""
 
 NOTHING = np.empty(0, np.uint8)
 
@@ -117,7 +114,7 @@ class ScheduleRunner:
         self._receiving: dict[tuple[str, int, int], tuple[MPI.Request, ActivationMessage]] = {}
         self._ready: dict[tuple[str, int, int], Array] = {}
         self._computed: dict[tuple[str, int, int], Array] = {}
-        self._sending: list[tuple[MPI.Request, np.ndarray]] = []
+        self._sending: list[tuple[MPI.Request, np.ndarray, BoundAction]] = []
         self.sent: Counter[int] = Counter()
         self._execute = dict.fromkeys(("F", "B", "BW"), self._forward_or_backward)
         self._execute |= dict.fromkeys(("W", "U"), self._weights_or_update)
@@ -133,8 +130,8 @@ class ScheduleRunner:
             self._execute[bound.action.kind](bound, work)
         self._computed.clear()
         began = time.perf_counter()
-        for request, _ in self._sending:
-            progress_until(request.Test)
+        for request, _, bound in self._sending:
+            wait_for(request.Test, "pipeline", self._comm, bound.peer, bound.label)
         self._sending.clear()
         self._recorder.note("communication", "last sends", began, time.perf_counter())
 
@@ -185,7 +182,7 @@ class ScheduleRunner:
         request, message = self._receiving.pop(bound.key)
         if not request.Test(self._status):
             began = time.perf_counter()
-            progress_until(lambda: request.Test(self._status))
+            wait_for(lambda: request.Test(self._status), "pipeline", self._comm, bound.peer, bound.label)
             self._recorder.note("communication", "wait", began, time.perf_counter(), action=bound.label)
         count = self._status.Get_count(MPI.BYTE)
         expected = message.buffer.nbytes
@@ -195,22 +192,10 @@ class ScheduleRunner:
     def _send(self, bound: BoundAction, work: StageWork) -> None:
         result = self._computed.pop(bound.key, None)
         payload = NOTHING if result is None else _payload(result)
-        self._sending.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload))
+        self._sending.append((self._comm.Isend([payload, MPI.BYTE], bound.peer, bound.tag), payload, bound))
         self.sent[bound.peer] += 1
         if len(self._sending) >= MANY_SENDS:
-            self._sending = [(request, array) for request, array in self._sending if not request.Test()]
-
-
-def progress_until(done: Callable[[], bool]) -> None:
-    """Drive MPI progress until ``done()``. Sleeps between polls after `SPIN_SECONDS`, as stages may wait long."""
-    began = time.perf_counter()
-    while not done():
-        progress()
-        if time.perf_counter() - began < SPIN_SECONDS:
-            pause()
-        else:
-            call_watchers()
-            time.sleep(SLEEP_SECONDS)
+            self._sending = [sent for sent in self._sending if not sent[0].Test()]
 
 
 ALIGNMENT = 64

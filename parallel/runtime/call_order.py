@@ -11,12 +11,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import numpy as np
 from mpi4py import MPI
+
+from collectives.runtime.execution.message_wait import MessageWait
 
 COUNTS = 2
 """Tag of messages with counts."""
@@ -48,8 +51,10 @@ class CallOrder:
 
     def __init__(self, comm: MPI.Intracomm | None):
         self._comm = comm
-        key, number = (0, 0) if comm is None else comm.bcast((uuid4().int, next(_numbers)))
-        self._key: int = key
+        key, number = (0, 0) if comm is None else comm.bcast((uuid4().int >> 66, next(_numbers)))
+        self.key: int = key
+        """Number of the engine, the same on all ranks, of no other engine."""
+
         self._number: int = number  # of the engine, as rank 0 counts them
         self.begun: float = 0
         """Number of calls. Inf after `ignore`."""
@@ -89,12 +94,12 @@ class CallOrder:
         orders = [order for order in tuple(_open) if order._thread == self._thread]
         if not self._is_posted:
             self._is_posted, self._posts = True, self._posts + 1
-            counts = tuple(Counts(self.call, {order._key: order.begun for order in orders}))
+            counts = tuple(Counts(self.call, {order.key: order.begun for order in orders}))
             self._sent = [one for one in self._sent if not one.Test()] + send_to_others(self._comm, counts, COUNTS)
         for order in orders:
             for rank, (call, begun) in order._received_counts().items():
-                differs = begun[order._key] > order.begun and begun.get(self._key, self.begun) < self.begun
-                ago = self.begun - begun[order._key]
+                differs = begun[order.key] > order.begun and begun.get(self.key, self.begun) < self.begun
+                ago = self.begun - begun[order.key]
                 if compares_calls and order is self and 0 <= ago < len(self._calls):
                     differs = call != self._calls[-1 - int(ago)]
                 if differs:
@@ -110,6 +115,10 @@ class CallOrder:
             self._received += 1
         return self._latest
 
+    def _wait_for_all(self, done: Callable[[], object]) -> None:
+        assert self._comm is not None
+        MessageWait("close", self._comm, dict).until(done)
+
     def leave(self) -> None:
         """End the comparison on this rank. Not collective."""
         if self in _open:
@@ -119,10 +128,10 @@ class CallOrder:
         """Receive all messages: the next communicator might receive one that is in flight. Collective."""
         self.leave()
         if self._comm is not None:
-            posts = self._comm.allreduce(self._posts) - self._posts
-            while self._received < posts:
-                self._received_counts()
-            MPI.Request.Waitall(self._sent)
+            mine, posts = np.array([self._posts]), np.zeros(1, np.int64)
+            self._wait_for_all(self._comm.Iallreduce(mine, posts).Test)
+            self._wait_for_all(lambda: self._received_counts() is None or self._received == posts[0] - self._posts)
+            self._wait_for_all(lambda: all([request.Test() for request in self._sent]))
 
 
 def messages(comm: MPI.Intracomm | None, tag: int) -> Iterator[tuple[int, Any]]:

@@ -36,7 +36,21 @@ class StepFailed(RuntimeError):
 class RankLeft(StepFailed):
     """Raised where a rank waits for one that has left the engine, by an exception or the end of its program."""
 
-    on_all_ranks = False
+    on_all_ranks = of_death = False
+    """`of_death`: since a rank has died or does not answer."""
+
+
+class TrainingFailed(RuntimeError):
+    """The training has failed on all ranks. The text is the reason, or empty if another rank failed."""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """This rank's cause of the end of the training. None if only another rank knows it."""
+    if not isinstance(error, TrainingFailed):
+        return error
+    if not isinstance(error.__cause__, Exception | None):
+        return error.__cause__  # SystemExit and the like
+    return error if str(error) else None
 
 
 Facts = Sequence[tuple[str, Any]]

@@ -10,14 +10,16 @@ rank that cannot finish its part because of an error sends a notice too. It ends
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.execution.progress import progress_until
+from collectives.errors import WAIT_ERRORS
+from collectives.runtime.execution.message_wait import MessageWait
+from collectives.runtime.record.writer import record
 from collectives.runtime.requests.program_end import uncaught_exception
 from collectives.transport.waits import watchers
 from parallel.runtime.call_order import CallOrder, messages, send_to_others
@@ -26,6 +28,9 @@ from parallel.runtime.consistency_check import NOTHING, RankLeft, StepFailed
 
 NOTICE = 1
 """Tag of notices."""
+
+WATCHED = 16
+"""Ranks whose death a rank notices in a meeting, at most: the next ones."""
 
 LONGEST = 1000
 """Characters of a notice: short messages are sent without a receiver."""
@@ -67,6 +72,7 @@ class Notice(NamedTuple):
     finished: int  # number of meetings whose call it has finished
     begun: float  # calls that it has begun
     why: str
+    of_death: bool  # since a rank has died or does not answer
 
 
 class MeetingPoint:
@@ -84,7 +90,7 @@ class MeetingPoint:
     """
 
     def __init__(self, comm: MPI.Intracomm, may_leave: bool = False):
-        self._may_leave = may_leave
+        self._owner, self._may_leave = comm, may_leave
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         plain = MPI.Intracomm(comm)
         self._mail = plain.Dup() if plain and self._size > 1 else None  # for notices
@@ -126,19 +132,32 @@ class MeetingPoint:
             self._rows[:] = row
             return
         request = self.comm.Iallgather(row.view(np.uint8), self._rows.view(np.uint8))
+        found = record() if self._mail is not None else None
+        number = 0 if found is None else found.begin_wait(self.order.call, "all ranks", meeting=self.order.key)
+        others = range(self._rank + 1, self._rank + min(self._size, 1 + WATCHED))
+        awaited = {rank % self._size: "" for rank in others}
+        wait = MessageWait(self.order.call, self._owner, lambda: awaited, number=number)
         try:
-            self._wait(request.Test, lambda: self._has_left("met", self._met + 1))
+            self._wait(request.Test, lambda: self._has_left("met", self._met + 1), wait)
             if self._has_left("met", self._met + 1):  # it began the meeting, and gave it up
                 self.expect_all()
         except BaseException:
             _unfinished.append((request, row, self._rows))
             raise
+        finally:
+            if found is not None:
+                found.end_wait(number)
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until ``done()``, such as the test of a request. RankLeft if a rank has left meanwhile or before."""
-        self._wait(done, lambda: bool(self.notices()))
+    def wait(self, done: Callable[[], bool], peers: Iterable[int], comm: MPI.Intracomm | None = None) -> None:
+        """Wait until ``done()``, such as the test of a request. RankLeft if a rank has left meanwhile or before.
 
-    def _wait(self, done: Callable[[], bool], is_vain: Callable[[], bool]) -> None:
+        `peers` are the ranks of `comm`, by default of all, that are waited for.
+        """
+        awaited = dict.fromkeys(peers, "message")
+        wait = MessageWait(self.order.call, comm or self._owner, lambda: awaited)
+        self._wait(done, lambda: bool(self.notices()), wait)
+
+    def _wait(self, done: Callable[[], bool], is_vain: Callable[[], bool], wait: MessageWait) -> None:
         complete = False
 
         def ended() -> bool:
@@ -148,7 +167,7 @@ class MeetingPoint:
                 self._expect_order(compares_calls=True)
             return complete or is_vain()
 
-        progress_until(ended)
+        wait.until(ended)
         if not (complete or done()):  # what a rank sent before its notice has arrived
             self.expect_all()
 
@@ -190,7 +209,7 @@ class MeetingPoint:
             if is_shared(error):
                 self._finished = self._met
             elif not isinstance(error, RankLeft) and (reports_errors or not isinstance(error, Exception)):
-                self.leave(f"a call in the middle: {text_of(error)}")
+                self.leave("a call in the middle", error)
             raise
         finally:
             if is_outer:
@@ -205,7 +224,9 @@ class MeetingPoint:
         """Raise RankLeft if this rank has a notice of another one. Not collective."""
         if self.notices():
             text = "; ".join(f"rank {rank} has left {notice.why}" for rank, notice in sorted(self.left.items()))
-            raise RankLeft(f"{NOTHING}; {text}")
+            error = RankLeft(f"{NOTHING}; {text}")
+            error.of_death = any(notice.of_death for notice in self.left.values())
+            raise error
 
     def watch(self) -> None:
         """Raise RankLeft if another rank is in another engine, or has left, unless ranks may leave, or die.
@@ -232,7 +253,7 @@ class MeetingPoint:
         self.left.update((rank, Notice(*notice)) for rank, notice in messages(self._mail, NOTICE))
         return self.left
 
-    def leave(self, why: str) -> None:
+    def leave(self, what: str, error: BaseException | None = None) -> None:
         """Send a notice to all other ranks that this one makes no more calls. Not collective. It does not wait.
 
         Sends none after another rank's notice, since the others have that notice too.
@@ -242,7 +263,9 @@ class MeetingPoint:
         _open_points.discard(self)
         self.order.leave()
         if self._mail is not None and not self.left:
-            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, why[:LONGEST])
+            why = (what if error is None else f"{what}: {text_of(error)}")[:LONGEST]
+            of_death = isinstance(error, WAIT_ERRORS)
+            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, why, of_death)
             _unfinished.extend(send_to_others(self._mail, tuple(notice), NOTICE))
 
     @property
@@ -267,7 +290,7 @@ def _leave_all() -> None:
     if not MPI.Is_finalized():
         error = uncaught_exception()
         for point in list(_open_points):
-            point.leave("the program" if error is None else f"the program: {text_of(error)}")
+            point.leave("the program", error)
 
 
 atexit.register(_leave_all)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from collectives.errors import PeerFailed
+from collectives.runtime.execution.message_wait import wait_for
 from parallel.checkpoint.checkpoint_files import Checkpoint, CheckpointError
 from parallel.checkpoint.state_segment import HEADER, ROOM, ROOM_OF_SLICE, StateSegment, padded
 from parallel.checkpoint.tensor_slices import TensorSlice
@@ -206,11 +207,12 @@ class StateKeeper:
             if nodes.rank == sender:
                 segment = StateSegment(self._folder / held[here][rank])
                 comm.send(len(segment.memory), rank)
-                _wait([comm.Isend(piece, rank) for piece in _pieces(segment.memory)])
+                self._wait([(comm.Isend(piece, rank), rank) for piece in _pieces(segment.memory)])
             elif nodes.rank == rank:
                 name = held[here][rank] = _name("rank", rank, 0)
+                wait_for(partial(comm.Iprobe, sender), "state", comm, sender)
                 segment = StateSegment(self._folder / name, comm.recv(source=sender) - HEADER.itemsize)
-                _wait([comm.Irecv(piece, sender) for piece in _pieces(segment.memory)])
+                self._wait([(comm.Irecv(piece, sender), sender) for piece in _pieces(segment.memory)])
         return StateSegment(self._folder / held[here][nodes.rank])
 
     def begin(self, training: Training) -> None:
@@ -269,12 +271,18 @@ class StateKeeper:
             copy, header = min(some, key=lambda one: one.step), np.empty(HEADER.itemsize, np.uint8)
             copy.clear()
             arriving.append((copy, header))
-            requests += [comm.Irecv(piece, rank) for piece in (header, *_pieces(copy.memory[HEADER.itemsize :]))]
+            requests += [
+                (comm.Irecv(piece, rank), rank) for piece in (header, *_pieces(copy.memory[HEADER.itemsize :]))
+            ]
         memory = segment.memory
         sent = (memory[: HEADER.itemsize], *_pieces(memory[HEADER.itemsize :]))
-        _wait([*requests, *(comm.Isend(piece, neighbour) for piece in sent)])
+        self._wait([*requests, *((comm.Isend(piece, neighbour), neighbour) for piece in sent)])
         for copy, header in arriving:
             copy.receive(header)
+
+    def _wait(self, requests: list[tuple[MPI.Request, int]]) -> None:
+        for request, peer in requests:
+            wait_for(request.Test, "state", self._comm, peer)
 
     def _choose(self, began: float) -> None:
         """Choose the number of steps between states after `MEASURED` steps. Collective then."""
@@ -314,7 +322,7 @@ class StateKeeper:
 def _is_of_death(error: BaseException | None) -> bool:
     """True for an error that follows from the death of another rank."""
     while error is not None:
-        if isinstance(error, PeerFailed | MPI.Exception):
+        if isinstance(error, MPI.Exception) or getattr(error, "of_death", False):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -340,8 +348,3 @@ def _whole_step(path: Path) -> int:
 
 def _pieces(memory: np.ndarray) -> list[np.ndarray]:
     return [memory[start : start + PIECE] for start in range(0, len(memory), PIECE)]
-
-
-def _wait(requests: list[Any]) -> None:
-    for request in requests:
-        request.Wait()

@@ -7,8 +7,9 @@ python tests/studies/restart_ranks.py --ulfm --layouts dp --times 20
 
 A training passes if it exits with status 0, its last checkpoint has the bits of an undisturbed run, it goes on from at
 most the given number of steps before each kill, and leaves no memory. Of an asynchronous layout, whose bits differ in
-each run, the loss of the test must be near. With --kills 2 the rank is killed again after the restart, and with
---servers only servers are. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec.
+each run, the loss of the test must be near. With --kills 2 another rank is killed after the restart, and with
+--servers the same server again. With --ulfm the others go on, without a restart. MPIEXEC names the mpiexec. Times are
+of an installation with compiled modules (.pyc files).
 """
 
 import argparse
@@ -48,6 +49,11 @@ ASYNCHRONOUS = ("ps ssp:3",)
 NEAR = 0.1  # relative difference of the loss of an asynchronous layout
 STEPS = 40
 LONGEST = 300.0  # seconds of a training
+LINES = {"noticed": "restart ", "resumed": "resumed "}
+"""Parts of the time to go on, by the line of the output at their end."""
+
+MODULES = os.path.join(tempfile.gettempdir(), f"chorus-modules-{os.geteuid()}")
+"""Folder of compiled modules."""
 
 
 def command(args: argparse.Namespace, layout: str, folder: Path) -> list[str]:
@@ -94,15 +100,18 @@ class RestartedRun(NamedTuple):
     killed: list[MadeKill]
     after: list[int]  # steps at each restart
     seconds: list[float]  # from each kill to the end of the next step
+    parts: list[str]  # of this time, each until a line of the output
 
 
 def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> RestartedRun:
     """Train. Each kill is made when its steps are done, after the first step that follows the kill before it."""
     path, killed, seconds = folder / "m.jsonl", list[MadeKill](), list[float]()
+    parts, read = list[str](), 0
     start, file = 0, None  # steps and file at the start or restart
     first: float | None = None
     with (folder / "output").open("wb") as output:
-        environment = os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | LAUNCH_DEFAULTS | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": MODULES}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < LONGEST:
@@ -111,6 +120,12 @@ def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> Restart
         if inode != file:
             start, file = count, inode
         is_pending = len(killed) > len(seconds)
+        if is_pending:
+            text = (folder / "output").read_text(errors="replace")
+            found = [name for name, line in LINES.items() if line in text[read:]]
+            parts[-1] += "".join(
+                f", {name} after {time.monotonic() - killed[-1].moment:.2f}" for name in found if name not in parts[-1]
+            )
         if count <= start or (is_pending and file == killed[-1].file):
             continue
         first = first or time.monotonic() - began
@@ -120,6 +135,8 @@ def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> Restart
             planned = kills[len(killed)]
             time.sleep(planned.delay)
             if (victim := ranks_of(process.pid).get(planned.rank)) is not None:
+                read = (folder / "output").stat().st_size
+                parts.append("")
                 killed.append(MadeKill(rows(path)[0], time.monotonic(), file))
                 os.kill(victim, signal.SIGKILL)
     if process.poll() is None:
@@ -127,7 +144,7 @@ def train(words: list[str], folder: Path, kills: Sequence[Kill] = ()) -> Restart
     process.wait()
     text = (folder / "output").read_text(errors="replace")
     after = [int(steps) for steps in re.findall(r"resumed .*?: (\d+) steps were made", text)]
-    return RestartedRun(process.returncode, text, first, killed, after, seconds)
+    return RestartedRun(process.returncode, text, first, killed, after, seconds, parts)
 
 
 def tensors(folder: Path) -> list[tuple[str, bytes]]:
@@ -204,7 +221,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for _ in range(args.times):
             moments = sorted(rng.sample(range(1, args.steps - 3), args.kills))
             victims = SERVERS if args.servers and layout.startswith("ps") else args.ranks
-            ranks = rng.sample(range(victims), args.kills) if args.ulfm else [rng.randrange(victims)] * args.kills
+            ranks = rng.sample(range(victims), args.kills) if args.ulfm else rng.choices(range(victims), k=args.kills)
+            if args.servers:
+                ranks = ranks[:1] * args.kills
             kills = [Kill(rank, at, rng.random() * 0.03) for rank, at in zip(ranks, moments, strict=True)]
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
@@ -213,10 +232,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 wrong = verdict(run, folder, usual, args.kills, args.survive_every)
             failed += bool(wrong)
             text = f"{layout:<14} first step {run.first or 0:.2f} s after the start"
-            for planned, killed, after, took in zip(kills, run.killed, run.after, run.seconds, strict=False):
-                text += (
-                    f", rank {planned.rank} killed after {killed.before} steps, went on from {after} in {took:.2f} s"
-                )
+            everything = zip(kills, run.killed, run.after, run.seconds, run.parts, strict=False)
+            for planned, killed, after, took, parts in everything:
+                text += f", rank {planned.rank} killed after {killed.before} steps"
+                text += f", went on from {after} in {took:.2f} s{parts and f' ({parts[2:]})'}"
             print(f"{text}: {', '.join(wrong) or 'as undisturbed'}", flush=True)
             if wrong:
                 print(run.output)

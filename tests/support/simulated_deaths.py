@@ -13,7 +13,7 @@ from parallel.asynchronous.server.key_assignment import ServerKey
 from parallel.asynchronous.server.messages import Envelope, MessageHandle, MessageKind, ServerMessage
 from parallel.asynchronous.server.replication_chain import ReplicationChainLost
 from parallel.asynchronous.server.retry import RetryQueue
-from parallel.asynchronous.server.server_loop import ServerLoop, TrainingFailed
+from parallel.asynchronous.server.server_loop import ServerLoop
 from parallel.asynchronous.server.server_replicas import ServerReplicas
 from parallel.asynchronous.server.shard_store import AsyncStore, ShardState, SyncStore
 from parallel.asynchronous.server.work_assignment import PartResult
@@ -22,6 +22,7 @@ from parallel.nn.flat_params import BLOCK, ParamSpan, Span
 from parallel.nn.operator import Parameter, constant
 from parallel.optim.optimizer_span import OptimizerSpan
 from parallel.optim.optimizers import SGD
+from parallel.runtime.consistency_check import TrainingFailed
 
 RATE, KEYS = 0.5, 2
 IN_VAIN = 3000
@@ -51,8 +52,8 @@ class Mailbox:
         self.world.turn(self.rank)
         return self.world.deliver(self)
 
-    def idle(self):
-        pass
+    def idle(self, awaits):
+        assert awaits() is not None
 
 
 class World:

@@ -16,8 +16,7 @@ from mpi4py import MPI
 from collectives.engine.extension import available, copy_object, engine, read_plain, write_object
 from collectives.engine.instructions import FRAME, FRAME_HEAD, Content
 from collectives.errors import InvalidArgument
-from collectives.runtime.record.watcher import look
-from collectives.transport.node.machine import world_ranks
+from collectives.runtime.execution.message_wait import MessageWait
 
 HEAD = FRAME_HEAD.itemsize
 ROOM = FRAME - HEAD
@@ -162,10 +161,8 @@ class ReceivedObject:
         return read_plain(self._data) if self._content == Content.PLAIN else _loads(self._data, self._buffers)
 
 
-class PartMessages:
+class PartMessages(MessageWait):
     """Messages of what follows frames: (rank, memory) received and sent. A wait for them looks at the ranks."""
-
-    moves = 0
 
     def __init__(
         self,
@@ -174,7 +171,7 @@ class PartMessages:
         incoming: Sequence[tuple[int, np.ndarray]],
         outgoing: Sequence[tuple[int, np.ndarray]],
     ) -> None:
-        self._name, self._comm = name, comm
+        super().__init__(name, comm, self._unfinished)
         self._peers = [peer for peer, _ in (*incoming, *outgoing)]
         self._requests = [comm.Irecv([part, MPI.BYTE], peer, TAG) for peer, part in incoming]
         self._requests += [comm.Isend([part, MPI.BYTE], peer, TAG) for peer, part in outgoing]
@@ -182,16 +179,8 @@ class PartMessages:
     def are_complete(self) -> bool:
         return MPI.Request.Testall(self._requests)
 
-    def _awaited(self) -> list[int]:
-        return [peer for peer, one in zip(self._peers, self._requests) if not one.Get_status()]
-
-    def stall(self, idle: float) -> None:
-        """Raise PeerLeft or PeerFailed if an awaited rank makes no more calls."""
-        worlds = world_ranks(self._comm)
-        look(self._name, {peer: (worlds[peer], 0) for peer in self._awaited()}, idle)
-
-    def describe(self, subject: str) -> str:
-        return f"{self._name}: {subject} for rank {', '.join(map(str, sorted(set(self._awaited()))))}"
+    def _unfinished(self) -> dict[int, str]:
+        return {peer: "object" for peer, one in zip(self._peers, self._requests) if not one.Get_status()}
 
 
 def tree(items: Sequence[Any], op: Any) -> Any:

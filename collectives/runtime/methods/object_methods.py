@@ -74,7 +74,7 @@ class ObjectExchange(Inherited):
         """Wait for what follows the frames. After an error no later call is trusted, as messages may still arrive."""
         try:
             if isinstance(requests, PartMessages):
-                with limited(self._agreed.timeout, self._rank):
+                with limited(self._agreed.timeout, self._rank), requests:
                     progress_until(requests.are_complete, requests)
             elif requests:
                 wait_all(requests, timeout=self._agreed.timeout)

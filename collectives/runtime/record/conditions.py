@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from collectives.runtime.record.layout import RankState
+from collectives.runtime.record.layout import OUTSIDE, RankState
 from collectives.runtime.record.reader import ProcessState, RankRecord, is_active
 from collectives.units import format_bytes, format_time
 
@@ -16,6 +16,8 @@ STOPPED = "Tt"
 
 def describe_call(call: Any) -> str:
     """Collective, algorithm and data of a call."""
+    if call["channel"] == OUTSIDE:
+        return f"{call['collective'].decode()} ({call['algorithm'].decode()})"
     root = "" if call["root"] < 0 else f" with root {call['root']}"
     kinds = [text.decode() for text in (call["dtype"], call["op"]) if text]
     data = ", ".join([format_bytes(call["nbytes"]), *[" ".join(kinds)] * bool(kinds)])
@@ -49,7 +51,8 @@ def condition(record: RankRecord, now: int) -> str:
 
 
 def _awaited(call: Any) -> str:
-    text = f"{describe_call(call)} of communicator {call['communicator'] & COUNT_MASK}"
+    text = describe_call(call)
+    text += f" of communicator {call['communicator'] & COUNT_MASK}" if call["channel"] != OUTSIDE else ""
     text += f", in round {call['round']}" if call["round"] > 0 else ""
     return text + (f", for rank {call['peer']}" if call["peer"] >= 0 else "")
 

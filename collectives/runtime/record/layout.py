@@ -12,6 +12,10 @@ NAME = "chorus-record"
 """Name of the memory files of records, and suffix of their files."""
 
 
+OUTSIDE = -2
+"""`channel` of waits outside of collectives: meetings of all ranks, and messages. Each rank numbers the latter."""
+
+
 class RankState(IntEnum):
     """State of a rank: whether it may still make calls."""
 

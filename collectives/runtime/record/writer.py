@@ -16,8 +16,9 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.engine.extension import set_record
-from collectives.engine.instructions import CALLS_KEPT
-from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
+from collectives.engine.recorder import AFTER_NUMBER, Recorder
+from collectives.runtime.record.layout import MAGIC, NAME, NBYTES, OUTSIDE, VERSION, RankState, parts
 from collectives.runtime.record.reader import is_active
 from collectives.runtime.record.source_line import caller_with_text
 from collectives.transport.memory.memory_file import create_file, map_file
@@ -43,6 +44,29 @@ class Record:
         for name, value in values.items():
             self._header[name] = value.encode("ascii", "replace") if isinstance(value, str) else value
         set_record(self._header["last"], self.entries)
+        self._recorder = Recorder()  # for waits, which no engine runs
+        self._recorder.set_record(self._header["last"], self.entries)
+        self._turns = {-1 - world.Get_rank(): np.zeros(1, np.int64)}
+
+    def begin_wait(self, name: str, what: str, peer: int = -1, began: int = 0, meeting: int | None = None) -> int:
+        """Note a wait outside of collectives for a rank of MPI.COMM_WORLD, since a time. Returns the entry's number.
+
+        A `meeting` is one of all ranks, with the number of its place, where they count meetings.
+        """
+        place = -1 - int(self._header["rank"][0]) if meeting is None else meeting
+        values = {"collective": name, "algorithm": what, "communicator": place, "channel": OUTSIDE, "peer": peer}
+        entry = np.zeros(1, CALL_RECORD)
+        for field, value in (values | dict.fromkeys(("nbytes", "root", "round"), -1)).items():
+            entry[field] = value
+        turns = self._turns.setdefault(place, np.zeros(1, np.int64))
+        number = self._recorder.start(entry.tobytes()[AFTER_NUMBER:], turns.data, None)
+        if began:
+            self.entries["started"][number % CALLS_KEPT] = began
+        return number
+
+    def end_wait(self, number: int, is_left: bool = False) -> None:
+        """Note the end of a wait."""
+        self._recorder.end(number, CallState.WAS_LEFT if is_left else CallState.HAS_ENDED)
 
     def end(self, error: BaseException | None) -> None:
         """Note the end of the program, by an uncaught exception or in order."""

@@ -96,7 +96,8 @@ class AveragingStyle:
         else:
             gathered = np.empty((comm.Get_size(), 4))
             plain: Any = MPI.Intracomm(comm) or comm  # threads as ranks have no MPI communicator
-            self.point.wait(plain.Iallgather(np.array([weight, self.last, *sums]), gathered).Test)
+            others = set(range(comm.Get_size())) - {comm.Get_rank()}
+            self.point.wait(plain.Iallgather(np.array([weight, self.last, *sums]), gathered).Test, others, comm)
         self.last = float(gathered[:, 1].min())
         return float(gathered[:, 0].sum()), ReplicaSums(float(gathered[:, 2].sum()), float(gathered[:, 3].sum()))
 

@@ -59,6 +59,7 @@ class _GossipMessage:
         self.head = self.bytes[: 2 * 8].view(np.float64)
         self.x = self.bytes[HEAD:].view(like.dtype)
         self.request: Any = MPI.REQUEST_NULL
+        self.peer = -1
 
 
 class Gossip(AveragingStyle):
@@ -95,7 +96,7 @@ class Gossip(AveragingStyle):
         for sent in list(self._coming):
             self._take(sent, wait=True)
         for message in self._out:
-            self.point.wait(message.request.Test)
+            self.point.wait(message.request.Test, [message.peer])
         self.mass.update_estimate()
 
     def begin(self) -> None:
@@ -116,10 +117,11 @@ class Gossip(AveragingStyle):
     def _push(self, step: int) -> None:
         to, source = peers(self.rank, self.size, step)
         out, into = self._out[step % len(self._out)], self._in[step % len(self._in)]
-        self.point.wait(out.request.Test)
+        self.point.wait(out.request.Test, [out.peer])
         self.mass.keep(0.5)  # the other half is as large
         out.x[...] = self.mass.x
         out.head[...] = self.mass.w, self.last
+        out.peer, into.peer = to, source
         into.request = self.point.comm.Irecv(into.bytes, source, WEIGHTS)
         out.request = self.point.comm.Isend(out.bytes, to, WEIGHTS)
         self._coming[step] = into
@@ -127,7 +129,7 @@ class Gossip(AveragingStyle):
     def _take(self, sent: int, wait: bool) -> None:
         message = self._coming[sent]
         if wait:
-            self.point.wait(message.request.Test)
+            self.point.wait(message.request.Test, [message.peer])
         elif not message.request.Test():
             return
         del self._coming[sent]

@@ -42,7 +42,7 @@ class EventOrder:
     """
 
     def __init__(self, script: Sequence[EventEntry] | None = None, record: TextIO | None = None):
-        self._script, self._record, self._waiting = script, record, list[Envelope]()
+        self._script, self._record, self.waiting = script, record, list[Envelope]()
         self._handled = 0
         self._rests: dict[int, deque[bool]] = defaultdict(deque)  # of the messages to come, by sender
         for entry in script or ():
@@ -59,7 +59,7 @@ class EventOrder:
                 raise ReplayMismatch(f"replay: the record ends before a {kind.name} of rank {source}")
             if self._rests[source].popleft() != (kind is MessageKind.REST):
                 raise ReplayMismatch("replay: tests and checkpoints must come after the same steps as in the record")
-        self._waiting.append(envelope)
+        self.waiting.append(envelope)
 
     def take(self, allowed: Callable[[Envelope], bool]) -> Envelope | None:
         """Remove and return the first waiting message that is allowed and, in a replay, next in the script.
@@ -68,9 +68,9 @@ class EventOrder:
 
         Kinds outside `ORDERED` are returned regardless of both.
         """
-        for at, envelope in enumerate(self._waiting):
+        for at, envelope in enumerate(self.waiting):
             if envelope.message.kind not in ORDERED or (self._is_next(envelope) and allowed(envelope)):
-                return self._waiting.pop(at)
+                return self.waiting.pop(at)
         return None
 
     def _is_next(self, envelope: Envelope) -> bool:
@@ -100,7 +100,7 @@ class EventOrder:
             self._record.close()
 
     def clear(self) -> None:
-        self._waiting = []
+        self.waiting = []
 
 
 def create(path: Path, facts: Mapping[str, Any]) -> TextIO:

@@ -8,7 +8,6 @@ Under an MPI that survives failures the death of a peer arrives as a LOST messag
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives.runtime.execution.message_wait import MessageWait
+from collectives.runtime.execution.progress import YIELDS_OF_POLL
+from collectives.transport.waits import Pauses
 from parallel.asynchronous.server.messages import (
+    Awaits,
     Envelope,
     Mail,
     MessageFormat,
@@ -27,8 +30,7 @@ from parallel.asynchronous.server.messages import (
 )
 
 HEADER, VECTOR = 0, 1  # tags
-BUSY_TURNS = 200  # fruitless polls before a rank sleeps
-SLEEP_SECONDS = 5e-5  # between two polls
+WATCHED = 16  # pauses from one call of `watch` to the next
 
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Error classes that indicate the death of a peer."""
@@ -53,23 +55,33 @@ class SentMessage(MessageHandle):
     """Handle of a message that is being sent. Its vectors must not change until `done` returns True."""
 
     def __init__(self, bus: MessageBus, peer: int, requests: list[MPI.Request], kept: Any):
-        self._bus, self._peer, self._requests, self._kept = bus, peer, requests, kept
+        self._bus, self.peer, self._requests, self._kept = bus, peer, requests, kept
 
     def done(self) -> bool:
         """True if all sends of the message have completed, or its receiver is dead."""
-        return self._peer in self._bus.lost or succeeds(lambda: finished(self._requests)) is not False
+        return self.peer in self._bus.lost or succeeds(lambda: finished(self._requests)) is not False
 
 
 class MessageBus(Mail):
     """Non-blocking messages between a rank and its peers, on a duplicate of `comm`. Construction is collective.
 
-    ``watch()`` is called now and then in waits, and raises an exception to end them.
+    Waits for messages end by Timeout, PeerLeft or PeerFailed, unless ranks `survive` others. ``watch()`` is called in
+    them now and then, and raises an exception to end them.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, peers: Sequence[int], workers: int, watch: Callable[[], None] = lambda: None
+        self,
+        comm: MPI.Intracomm,
+        peers: Sequence[int],
+        workers: int,
+        watch: Callable[[], None] = lambda: None,
+        survive: bool = False,
     ):
         self._watch = watch
+        self._awaits: Awaits = dict
+        self._wait = MessageWait("message", comm, lambda: self._awaits(), survive)
+        self._pauses: Pauses | None = None  # of the present wait
+        self._turns = 0
         self._comm = MPI.Intracomm(comm).Dup()
         self._wire = MessageFormat(workers)
         self._peers = list(peers)
@@ -81,7 +93,7 @@ class MessageBus(Mail):
         self._arrived: deque[Envelope] = deque()
         self._sending: list[SentMessage] = []
         self._posted = list(range(len(self._peers)))
-        self._idle_turns, self._is_open = 0, True
+        self._is_open = True
         self.lost: set[int] = set()  # dead peers
         self.traffic: Counter[tuple[str, MessageKind, int]] = Counter()  # bytes of vectors: direction, kind, peer
         MPI.Prequest.Startall(self._requests)
@@ -105,23 +117,33 @@ class MessageBus(Mail):
         if not self._arrived:
             self._progress()
         if self._arrived:
-            self._idle_turns = 0
+            self._end_wait()
             return self._arrived.popleft()
         return None
 
-    def idle(self) -> None:
-        self._idle_turns += 1
-        if self._idle_turns > BUSY_TURNS:
+    def idle(self, awaits: Awaits) -> None:
+        if self._pauses is None:
+            with self._wait.limited():
+                self._pauses = Pauses(self._wait)
+        self._awaits, self._turns = awaits, self._turns + 1
+        if self._turns % WATCHED == 0:
             self._watch()
             self._sending = [sent for sent in self._sending if not sent.done()]
-            time.sleep(0 if self._arriving or self._sending else SLEEP_SECONDS)
+        self._pauses.pause(0 if self._arriving or self._sending else YIELDS_OF_POLL)
+
+    def _end_wait(self) -> None:
+        if self._pauses is not None:
+            self._pauses = None
+            self._wait.end()
 
     def flush(self) -> None:
         """Wait until all sends have completed. The peers must poll meanwhile."""
+        self._end_wait()
         while not all(sent.done() for sent in self._sending):
             self._progress()
-            self.idle()
+            self.idle(lambda: {sent.peer: "to receive" for sent in self._sending if not sent.done()})
         self._sending = []
+        self._end_wait()
 
     def close(self) -> None:
         """Free requests and communicator. Collective. No message may be in flight."""

@@ -24,7 +24,7 @@ carries the absolute clock.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class MessageHandle:
         return True
 
 
+Awaits = Callable[[], Mapping[int, str]]
+"""Function that returns what this rank waits for, by rank."""
+
+
 class Mail:
     """Interface of a message bus. Users set ``accept(source, message)``. It returns buffers for received vectors."""
 
@@ -103,7 +107,8 @@ class Mail:
     def poll(self) -> Envelope | None:
         raise NotImplementedError
 
-    def idle(self) -> None:
+    def idle(self, awaits: Awaits) -> None:
+        """Pause after a `poll` without a message. Raises an exception if the wait is too long or in vain."""
         raise NotImplementedError
 
     def abandon(self, *kinds: MessageKind) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.asynchronous.server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
+from parallel.asynchronous.server.messages import Awaits, Envelope, Mail, MessageHandle, MessageKind, ServerMessage
 from parallel.asynchronous.server.replication_chain import ReplicationChainLost, ReplicationChains
 
 
@@ -55,8 +55,11 @@ class RetryQueue(Mail):
                 return envelope
         return None
 
-    def idle(self) -> None:
-        self._bus.idle()
+    def idle(self, awaits: Awaits) -> None:
+        chains = self._chains
+        self._bus.idle(
+            lambda: {rank: what for server, what in awaits().items() for rank in chains[self._servers.index(server)]}
+        )
 
     def leave(self) -> None:
         for server in self._servers:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from collectives import Communicator
+from collectives.errors import WAIT_ERRORS
 from parallel.asynchronous.server.consistency import GONE, rule_of
 from parallel.asynchronous.server.event_order import open_order
 from parallel.asynchronous.server.key_assignment import buckets_of, keys_of
 from parallel.asynchronous.server.message_bus import MessageBus
 from parallel.asynchronous.server.replication_chain import ReplicationChainLost, ReplicationChains
 from parallel.asynchronous.server.server_host import ServerHost
-from parallel.asynchronous.server.server_loop import TrainingFailed, cause_of
 from parallel.asynchronous.server.server_memory import of_shard, of_worker
 from parallel.asynchronous.server.server_settings import ServerContext, refuse_servers
 from parallel.asynchronous.server.worker_trainer import WorkerTrainer
@@ -37,7 +37,7 @@ from parallel.optim.param_groups import checked_missed, frozen_of, merged_missed
 from parallel.optim.precision import PRECISIONS
 from parallel.runtime import consistency_check
 from parallel.runtime.collective_errors import collective_call, raise_on_all, written
-from parallel.runtime.meeting_point import MeetingPoint, text_of
+from parallel.runtime.meeting_point import MeetingPoint
 from parallel.runtime.profiler import Profiler
 from parallel.runtime.step_report import Evaluation, StepReport, in_units
 from parallel.runtime.vector_memory import VectorAllocator
@@ -100,17 +100,16 @@ class ParameterServer(BaseEngine):
         self._context = context = ServerContext(plan, comm, memory, self._recorder, settings, optimizer, self.keys)
         self.ledger = MemoryLedger(memory.allocated)
         self.steps = self._skipped = 0  # `_skipped` steps were no updates, at the last quiescent point
-        self._failed = self._is_closed = False
-        self._is_quiescent = True
+        self._failed, self._is_closed, self._is_quiescent = False, False, True
         self._frozen = frozen_of(self.parameters)
         self._loaded: tuple[int, Mapping[str, int]] = 0, {}  # updates, and those that parameters had missed
         self._order = collective_call(comm, partial(open_order, context), "order of messages")
         self.resources.callback(self._order.close)
-        peers = [rank for rank in (*context.workers, *context.servers) if rank != context.plan.rank]
-        is_server = context.plan.rank in context.servers
+        is_server = plan.rank in context.servers
+        peers = [rank for rank in (*(context.workers if is_server else ()), *context.servers) if rank != plan.rank]
         self.point = MeetingPoint(comm, settings.fault_tolerant)
         self.resources.callback(self.point.leave, "the engine's constructor")
-        self._bus = MessageBus(comm, peers if is_server else context.servers, len(context.workers), self.point.watch)
+        self._bus = MessageBus(comm, peers, len(context.workers), self.point.watch, settings.fault_tolerant)
         self.resources.callback(self._bus.withdraw)
         self.traffic = self._bus.traffic
         self._role: ServerHost | WorkerTrainer
@@ -328,16 +327,17 @@ class ParameterServer(BaseEngine):
         except BaseException as error:
             self._failed = True
             self.point.order.ignore()
-            if isinstance(error, consistency_check.RankLeft):
+            dies, is_vain = self.settings.fault_tolerant, isinstance(error, (consistency_check.RankLeft, *WAIT_ERRORS))
+            if is_vain or (isinstance(error, KeyboardInterrupt) and not dies):  # that may have lost messages
+                if not dies:
+                    self.point.leave("a call in the middle", error)
                 raise
-            if isinstance(error, KeyboardInterrupt) and not self.settings.fault_tolerant:  # it may have lost messages
-                self.point.leave(f"a call in the middle: {text_of(error)}")
-                raise
-            problem = cause_of(error)
-            if self.worker is not None and not isinstance(error, TrainingFailed):
+            problem = consistency_check.cause_of(error)
+            is_known = isinstance(error, consistency_check.TrainingFailed)
+            if self.worker is not None and not is_known:
                 self.worker.give_up()
-            if self.server is not None and self.server.problem is None and not isinstance(error, TrainingFailed):
-                with suppress(TrainingFailed):
+            if self.server is not None and self.server.problem is None and not is_known:
+                with suppress(consistency_check.TrainingFailed):
                     self.server.give_up(error)
             self._bus.flush()
             if self.settings.fault_tolerant:

@@ -12,20 +12,7 @@ from parallel.asynchronous.server.event_order import EventOrder
 from parallel.asynchronous.server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
 from parallel.asynchronous.server.shard_store import AsyncStore, SyncStore
 from parallel.asynchronous.server.work_assignment import PartResult, WorkAssignment, WorkPart
-from parallel.runtime.consistency_check import StepFailed
-
-
-class TrainingFailed(RuntimeError):
-    """The training has failed on all ranks. The text is the reason, or empty if another rank failed."""
-
-
-def cause_of(error: BaseException) -> BaseException | None:
-    """This rank's cause of the end of the training. None if only another rank knows it."""
-    if not isinstance(error, TrainingFailed):
-        return error
-    if not isinstance(error.__cause__, Exception | None):
-        return error.__cause__  # SystemExit and the like
-    return error if str(error) else None
+from parallel.runtime.consistency_check import StepFailed, TrainingFailed
 
 
 class ServerLoop:
@@ -120,13 +107,25 @@ class ServerLoop:
                     raise TrainingFailed(self.problem or "")
                 if self.problem is None and self._over.issuperset(self._workers):
                     raise TrainingFailed("all workers are dead")
-                self._bus.idle()
-        except (TrainingFailed, KeyboardInterrupt):  # the second may have lost a message
-            raise
+                self._bus.idle(self._awaits)
+        except (TrainingFailed, KeyboardInterrupt, TimeoutError, ConnectionError):
+            raise  # an interrupt may have lost a message, and other ranks may not answer
         except BaseException as error:
             if self.problem is not None:
                 raise
             self.give_up(error)
+
+    def _awaits(self) -> dict[int, str]:
+        """Ranks that this server waits for: workers that wait for none, or servers whose squares are missing."""
+        if self.problem is not None:
+            return dict.fromkeys(set(self._peers) - self._over, "PROBLEM")
+        waiting = {*self._resting, *self._gone, *(envelope.source for envelope in self.order.waiting)}
+        clocks = {worker: clock for worker, clock in zip(self._workers, self.clocks) if worker not in waiting}
+        if clocks:
+            first = min(clocks.values())
+            return {worker: f"step {clock}" for worker, clock in clocks.items() if clock == first}
+        there, what = self._squares.get(self.store.applied, {}), f"SQUARES of step {self.store.applied}"
+        return {rank: what for at, rank in enumerate(self._servers) if at not in there}
 
     def give_up(self, error: BaseException) -> None:
         """Report this rank's failure. Raises `TrainingFailed` once all other ranks have reported it or are dead."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from parallel.asynchronous.server.messages import Envelope, Mail, MessageHandle, MessageKind, ServerMessage
+from parallel.asynchronous.server.messages import Awaits, Envelope, Mail, MessageHandle, MessageKind, ServerMessage
 from parallel.asynchronous.server.replication_chain import ChainMember, ReplicationChainLost, ReplicationChains
 from parallel.asynchronous.server.server_loop import ServerLoop
 
@@ -80,7 +80,7 @@ class ServerReplicas:
     def _serve(self, enough: Callable[[], bool]) -> None:
         while not enough():
             self.servers[self.own.shard].catch_up()
-            self.bus.idle()
+            self.bus.idle(lambda: dict.fromkeys((self._workers | set(self.ranks)) - self._left - {self.me}, "messages"))
 
     def _handle_death(self, rank: int) -> None:
         self.own.member.ordered.append(Envelope(rank, ServerMessage(MessageKind.LOST)))
@@ -131,8 +131,8 @@ class ShardMail(Mail):
                 return None
         return self.member.ordered.popleft()
 
-    def idle(self) -> None:
-        self._replicas.bus.idle()
+    def idle(self, awaits: Awaits) -> None:
+        self._replicas.bus.idle(awaits)
 
     def _send_to_shard(self, shard: int) -> MessageHandle:
         chain, (message, vectors) = self._replicas.chains[shard], self._last_sent[shard]

@@ -10,8 +10,8 @@ import numpy as np
 from parallel.asynchronous.server.consistency import ConsistencyRule
 from parallel.asynchronous.server.key_assignment import ServerKey
 from parallel.asynchronous.server.messages import Envelope, Mail, MessageKind, ServerMessage
-from parallel.asynchronous.server.server_loop import TrainingFailed
 from parallel.asynchronous.server.work_assignment import PartResult, WorkPart
+from parallel.runtime.consistency_check import TrainingFailed
 from quant.types import Array
 
 
@@ -46,7 +46,7 @@ class WorkerClient:
         self._rows: dict[int, Array] = {}
         self._copying: set[tuple[int, int]] = set()
         self._whole: list[Array] = []
-        self._unacknowledged = 0
+        self._unacknowledged: Counter[int] = Counter()  # pushes by key
         self._work: list[ServerMessage] = []
         self._rested = self._rests = 0
         self._requeued = self._failure_sent = False
@@ -67,7 +67,7 @@ class WorkerClient:
             records = (np.array(bytearray(packed)),) if packed else ()
         self._requeued = False  # an AGAIN from now on may concern a part that this draw does not get
         self._bus.send(self._servers[0], message, *records)
-        self._until(lambda: bool(self._work))
+        self._until(lambda: bool(self._work), MessageKind.WORK, lambda: self._servers[:1])
         answer = self._work.pop()
         self.last = answer.last
         return WorkPart(answer.clock, answer.number) if answer.number >= 0 else None
@@ -105,13 +105,13 @@ class WorkerClient:
             vectors, fields["rows"] = [here, gradient[key.places(here)]], len(here)
         message = ServerMessage(MessageKind.PUSH, number, part.clock, elements=len(vectors[-1]), **fields)
         self._bus.send(self._servers[key.server], message, *vectors)
-        self._unacknowledged += 1
+        self._unacknowledged[number] += 1
         if self._others and key.table is None:
             self._pull(number, self._others[0], None)
         self.poll()
 
     def acknowledged(self) -> None:
-        self._until(lambda: not self._unacknowledged)
+        self._until(lambda: not +self._unacknowledged, MessageKind.ACK, lambda: self._owners(+self._unacknowledged))
 
     def tick(self, steps: int, parts: int, last: bool) -> None:
         """Report `steps` finished steps to all servers, the last of `parts` micro-batches. `last` ends the training."""
@@ -123,7 +123,7 @@ class WorkerClient:
 
         The first server decides. The workers pass its decision on to the others.
         """
-        self._until(lambda: not self._pulling or self._requeued)
+        self._until(lambda: not self._pulling or self._requeued, MessageKind.WEIGHTS, self._pulled)
         self._rest_on(self._servers[:1], lambda: self._requeued)
         self._check_requeued()
         self._rest_on(self._servers[1:], lambda: False)
@@ -133,7 +133,7 @@ class WorkerClient:
         self._rested = 0
         for server in servers:
             self._bus.send(server, ServerMessage(MessageKind.REST, number=self._rests + 1))
-        self._until(lambda: self._rested == len(servers) or or_else())
+        self._until(lambda: self._rested == len(servers) or or_else(), MessageKind.RESTED, lambda: servers)
 
     def copy(self) -> Array:
         self._copy([-1])
@@ -150,7 +150,7 @@ class WorkerClient:
         for key, number in product(self._keys, numbers):
             self._copying.add((key.number, number))
             self._bus.send(self._servers[key.server], ServerMessage(MessageKind.READ, key.number, number=number))
-        self._until(lambda: not self._copying)
+        self._until(lambda: not self._copying, MessageKind.COPY, lambda: self._owners(dict(self._copying)))
 
     def _check_requeued(self) -> None:
         """Raise `Requeued` and drop open requests if the first server has sent AGAIN (a micro-batch must be redone)."""
@@ -172,7 +172,7 @@ class WorkerClient:
         while len(self._over) < len(self._servers):
             envelope = self._bus.poll()
             if envelope is None:
-                self._bus.idle()
+                self._bus.idle(lambda: dict.fromkeys(set(self._servers) - self._over, "PROBLEM"))
             elif envelope.message.kind in (MessageKind.PROBLEM, MessageKind.LOST):
                 self._over.add(envelope.source)
 
@@ -188,7 +188,7 @@ class WorkerClient:
             case MessageKind.COPY:
                 self._copying.discard((message.key, message.number))
             case MessageKind.ACK:
-                self._unacknowledged -= 1
+                self._unacknowledged[message.key] -= 1
             case MessageKind.WORK:
                 self._work.append(message)
             case MessageKind.RESTED:
@@ -207,14 +207,22 @@ class WorkerClient:
                 raise AssertionError(f"a worker received {kind.name} from rank {source}")
         return True
 
-    def _until(self, enough: Callable[[], bool]) -> None:
+    def _until(self, enough: Callable[[], bool], kind: MessageKind, servers: Callable[[], Iterable[int]]) -> None:
+        """Handle messages until ``enough()``. Messages of `kind` are awaited from ``servers()``."""
         while not enough():
             if not self.poll():
-                self._bus.idle()
+                self._bus.idle(lambda: dict.fromkeys(servers(), f"{kind.name} of step {self._clock}"))
+
+    def _owners(self, keys: Iterable[int]) -> set[int]:
+        """Ranks of the servers of keys."""
+        return {self._servers[self._keys[number].server] for number in keys}
+
+    def _pulled(self) -> set[int]:
+        return self._owners(self._pulling)
 
     def _arrives_fresh(self, number: int) -> bool:
         """Wait for a key's pull, if any. True if the key is as fresh as the rule requires. May raise `Requeued`."""
-        self._until(lambda: number not in self._pulling or self._requeued)
+        self._until(lambda: number not in self._pulling or self._requeued, MessageKind.WEIGHTS, self._pulled)
         self._check_requeued()
         return self._fresh(number)
 

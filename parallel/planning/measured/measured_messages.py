@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.execution.message_wait import wait_for
 from collectives.runtime.requests.request_lists import wait_all
 from parallel.engine.data_parallel.grad_bucket import GradBucket
 from parallel.engine.grad_compression import parse
@@ -176,7 +176,7 @@ def _round_trip(comm: Communicator, nbytes: int) -> Callable[[], None]:
     def run() -> None:
         for source in (0, 1) if rank < 2 else ():
             request = comm.Isend(there, 1 - rank) if rank == source else comm.Irecv(back, 1 - rank)
-            progress_until(request.Test)
+            wait_for(request.Test, "measurement", comm, 1 - rank)
 
     return run
 

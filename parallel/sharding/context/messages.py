@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.execution.message_wait import wait_for
 from parallel.nn import kernels
 from parallel.nn.kernels.storage import movable
 from parallel.runtime.vector_memory import to_host
@@ -44,8 +44,8 @@ class RingShift:
 
     def wait(self) -> Array:
         """Complete both messages. Return the array received."""
-        for request in self._requests:
-            progress_until(request.Test)
+        for request, peer in zip(self._requests, (self._previous, self._next)):
+            wait_for(request.Test, "ring", self._comm, peer)
         arriving, target = self._buffers[0], self._target
         if arriving is not target:
             target[...] = kernels.array_namespace(target).asarray(arriving)

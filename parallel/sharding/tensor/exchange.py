@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.execution.message_wait import wait_for
 from collectives.schedule.chunks import even
 from parallel.nn import kernels
 from parallel.nn.array_checks import named
@@ -145,9 +145,9 @@ def _swap(comm: Any, messages: Iterable[Message]) -> None:
     """Send and receive all messages."""
     requests = []
     for sent, arriving, rank in messages:
-        requests += [comm.Irecv(arriving, rank, TAG), comm.Isend(sent, rank, TAG)]
-    for request in requests:
-        progress_until(request.Test)
+        requests += [(rank, comm.Irecv(arriving, rank, TAG)), (rank, comm.Isend(sent, rank, TAG))]
+    for rank, request in requests:
+        wait_for(request.Test, "exchange", comm, rank)
 
 
 def tree_sum(terms: Sequence[Array | None]) -> Array:

@@ -16,7 +16,11 @@ from support.exchange_cases import TABLE, Question
 
 from collectives import Communicator, wait_all
 from collectives.errors import InvalidArgument, InvalidInput, InvalidType, Mismatch, RanksDisagree, Timeout
+from collectives.runtime.execution.message_wait import wait_for
+from collectives.runtime.record.layout import OUTSIDE
+from collectives.runtime.record.writer import record
 from collectives.transport.waits import LONG, has_deadline
+from parallel.runtime.meeting_point import MeetingPoint
 
 SHORT, LATE, AMPLE = 0.2, 0.4, 60  # seconds: of a limit, of a rank that comes after it, and of a limit never reached
 
@@ -394,3 +398,27 @@ def test_ctrl_c_in_a_long_wait(world, own, how, timeout):
     if how == "request" and request.active:
         request.Wait()
         assert (total == own.Get_size()).all()
+
+
+def test_a_wait_for_a_message(world):
+    """Outside of collectives: it has the time limit, and a long one is in the record until its end."""
+    with opened(world, timeout=LONG + LATE) as comm:
+        peer, found, states = (comm.rank + 1) % comm.size, record(), []
+
+        def never():
+            states.extend(one["algorithm"] for one in found.entries if one["channel"] == OUTSIDE and not one["ended"])
+
+        before = found.last
+        with pytest.raises(Timeout, match=rf"message: rank {comm.rank} waited .* for rank {peer} \(answer\)"):
+            wait_for(never, "message", comm, peer, "answer")
+        assert b"answer" in states
+        assert [one["peer"] for one in found.entries if one["number"] > before and one["ended"]] == [peer]
+
+
+def test_a_rank_that_does_not_meet_the_others(world):
+    with opened(world, timeout=LONG + LATE) as comm:
+        point = MeetingPoint(comm)
+        point.meet("step")
+        if comm.size > 1 and comm.rank:
+            with pytest.raises(Timeout, match=r"step: rank \d+ waited .* for other ranks to make this call"):
+                point.meet("step")

@@ -17,7 +17,7 @@ from collectives.engine.recorder import Recorder
 from collectives.runtime.record import watcher, writer
 from collectives.runtime.record.causes import calls_of, causes, report, unmatched_call
 from collectives.runtime.record.conditions import condition
-from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, VERSION, RankState, parts
+from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, OUTSIDE, VERSION, RankState, parts
 from collectives.runtime.record.reader import RankRecord, in_folder, is_active, map_record, read_record, running
 
 ENGINES = [pytest.param("interpreter", id="Python")]
@@ -306,3 +306,19 @@ def test_times_of_reports(monkeypatch, capsys):
     monkeypatch.setenv("CHORUS_PATIENCE", "0")
     watcher._report_if_due(1000)
     assert not capsys.readouterr().err
+
+
+def waiting(rank, peer, **more):
+    """Record of a rank that waits for a message of another one."""
+    place = {"channel": OUTSIDE, "communicator": -1 - rank, "collective": "message", "algorithm": "answer"}
+    return record(rank, calls=[(1, 10**9, 0, -1, peer)], **(place | more))
+
+
+def test_causes_of_waits_for_messages():
+    """Rank 0 waits for rank 1, and that for rank 2: this one is named, and a rank of a meeting that has not come."""
+    (found,) = causes([of(waiting(0, 1)), of(waiting(1, 2)), of(record(2, pid=(1 << 22) + 1))], 5 * 10**9)
+    assert found == "rank 2 has died, before its first call; rank 1 waits for it in message (answer)"
+    meeting = {"channel": OUTSIDE, "communicator": 5, "collective": "step", "algorithm": "all ranks"}
+    late = record(1, calls=[(2, 1, 2, -1, -1)], **meeting)
+    (found,) = causes([of(record(0, calls=[(3, 10**9, 0, -1, -1)], **meeting)), of(late)], 5 * 10**9)
+    assert found.startswith("rank 1 is in its own code since 5 s, after step (all ranks); rank 0 waits for it in step")

@@ -1,9 +1,13 @@
 """`chorus train --survive`: a training goes on after the death of a rank, and ends after anything else."""
 
 import contextlib
+import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from support.launches import MPIEXEC, ended, launch_environment, needs_mpiexec, 
 from support.program_runs import call
 from support.tiers import default
 
+from collectives.transport.node.peer_watch import has_ended
 from parallel.checkpoint.checkpoint_files import all_in
 from parallel.cli import restarts, train
 
@@ -32,13 +37,31 @@ import os, signal, sys
 words = sys.orig_argv
 rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 if rank is not None and "--survive-in" in words:
+    from parallel.checkpoint.state_segment import StateSegment
+    from parallel.trainer.state_keeper import KeptState, StateKeeper
     from parallel.trainer.trainer import Training
     run, kind = Training.run, os.environ["FAULT"]
+    attempt = int(words[-1])
+
+    def dying(owner, name, when):
+        method = getattr(owner, name)
+
+        def made(self, *arguments):
+            if when(self, *arguments):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, *arguments)
+
+        setattr(owner, name, made)
+
+    if kind == "resuming" and attempt in (1, 2):  # one rank, then the other
+        dying(*[(KeptState, "restore"), (StateKeeper, "begin")][attempt - 1], lambda *_: rank == str(attempt % 2))
+    if kind == "writing" and attempt == 0 and rank == "1":  # in the middle: the step is noted last
+        dying(StateSegment, "_sum", lambda _, step: step == AT)
 
     def failing(self, stop):
         for record in run(self, stop):
             yield record
-            if rank == "1" and self.done >= AT and (words[-1] == "0" or kind == "always"):
+            if rank == "1" and self.done >= AT and (attempt == 0 or kind == "always"):
                 if kind == "raise":
                     raise RuntimeError("broken on purpose")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -131,6 +154,54 @@ def test_a_rank_that_always_dies(begin):
     assert process.returncode not in (0, 1, 2)
     assert "restart 2 of at most 2" in output and "after 2 restarts: no further one" in output
     assert output.count("restart ") == 2 and not memory_of(process).exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("fault", "restarts", "resumed"), [("resuming", 3, 3), ("writing", 1, 1)])
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_a_kill_while_states_are_written_or_read(begin, tmp_path, fault, restarts, resumed):
+    """Ranks die one after the other while they resume, or one while it writes its state."""
+    output = ended(begin(None, "--layout", "zero3"))
+    (tmp_path / "c").rename(tmp_path / "usual")
+    process = begin(fault, "--layout", "zero3", "--survive", "--survive-every", 1)
+    output = ended(process)
+    assert process.returncode == 0, output
+    assert f"restart {restarts} of at most 10" in output and f"restart {restarts + 1}" not in output
+    assert {int(found) for found in re.findall(r": (\d+) steps were made", output)} <= {AT - 1, AT}
+    assert same(all_in(tmp_path / "usual")[-1], all_in(tmp_path / "c")[-1])
+    assert not memory_of(process).exists()
+
+
+@pytest.mark.full
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_the_end_of_the_launcher_ends_the_ranks(begin, tmp_path):
+    process = begin(None, "--survive", steps=100000)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
+    ranks = ranks_of(process.pid).values()
+    process.kill()
+    ended(process)
+    deadline = time.monotonic() + 20
+    while any(not has_ended(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "the ranks go on without a launcher"
+        time.sleep(0.1)
+    shutil.rmtree(memory_of(process))  # as the next start of the same command would
+
+
+@pytest.mark.full
+@needs_mpiexec
+@pytest.mark.timeout(240)
+def test_a_rank_that_does_not_answer(begin, tmp_path, monkeypatch):
+    """After the time limit the job ends, and goes on as after a death."""
+    monkeypatch.setenv("CHORUS_TIMEOUT", "3")
+    process = begin(None, "--layout", "ps", "--servers", "1", "--survive", ranks=3, steps=200)
+    until(lambda: (tmp_path / "m.jsonl").exists() and len(lines(tmp_path / "m.jsonl")) > 3, process)
+    os.kill(ranks_of(process.pid)[0], signal.SIGSTOP)
+    output = ended(process)
+    assert process.returncode == 0, output
+    assert "cause: rank 0 is stopped" in output and "restart 1 of at most 10" in output
+    assert not memory_of(process).exists()
 
 
 @pytest.mark.full
