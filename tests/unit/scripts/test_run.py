@@ -186,6 +186,17 @@ def test_a_profile_has_the_exchanges_of_neighbours(tmp_path):
     assert line["of_native"] > 0 and "alltoall (neighbors)" in output
 
 
+def test_a_profile_has_calls_of_objects_on_one_rank(tmp_path):
+    methods = ("bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan")
+    lines = [f"for turn in range(3): MPI.COMM_WORLD.{name}([turn])" for name in methods]
+    text = "\n".join(["from mpi4py import MPI", *lines])
+    _, status = run(1, "--profile", "--profile-files", tmp_path / "found", "-c", text)
+    assert status == 0
+    found = json.loads((tmp_path / "found.json").read_text())["lines"]
+    expected = {(name, f"<string>:{at}", 3) for at, name in enumerate(methods, 2)}
+    assert {(line["collective"], line["site"], line["calls"]) for line in found} == expected
+
+
 def test_an_exception_of_one_rank_ends_all_with_its_own_lines():
     text = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise KeyError('mine')\nMPI.COMM_WORLD.Barrier()"
     output, status = run(2, "-c", text)
