@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives import Communicator
-from collectives.benchmark.timing import Contestant, race
 from collectives.benchmark.size_arguments import parse_sizes
+from collectives.benchmark.timing import Contestant, race
 
 
 class Halo:
