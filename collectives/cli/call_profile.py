@@ -31,6 +31,9 @@ MOST = 4_000_000
 REPEATS = 3
 """Times that a sampled call, and the MPI's own, are repeated. The fastest counts."""
 
+REPEATING = 0.01
+"""Share of the run's time that the repeated calls have taken on any rank, above which no more are repeated."""
+
 
 def _fibonacci(most: int) -> Iterator[int]:
     """Yield Fibonacci's numbers from 5 to `most`. Their remainders vary: several calls of a loop are met."""
@@ -100,6 +103,7 @@ class CallProfile:
         self._under_way: deque[tuple[int, int]] = deque()
         self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
+        self._began, self._repeating = perf_counter(), 0.0
         for owner, declared in ((Communicator, DECLARATIONS), (TopologyCommunicator, NEIGHBOR_DECLARATIONS)):
             for declaration, form in product(declared, FORMS):
                 self._watch(owner, method_name(declaration.name, form), form == "blocking")
@@ -227,8 +231,10 @@ class CallProfile:
         plain = comm.plain
         values = *arguments, *keywords.values()
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
+        start = perf_counter()
+        is_short = self._repeating <= REPEATING * (start - self._began)
         # all or none: calls are collective
-        if plain.Get_size() == 1 or not plain.allreduce(_can_repeat(values), MPI.LAND):
+        if plain.Get_size() == 1 or not plain.allreduce(is_short and _can_repeat(values), MPI.LAND):
             return
         memory = [*_arrays(values)]
         kept = [one.copy() for one in memory]
@@ -247,6 +253,7 @@ class CallProfile:
                 if one.flags.writeable:
                     one[...] = before
             self._seen = self._record.last
+            self._repeating += perf_counter() - start
         if kind is not None:
             self.samples.append(Sample(kind, *best))
 

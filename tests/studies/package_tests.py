@@ -98,6 +98,7 @@ def installed(package: str, suite: Suite) -> Path:
         if done.returncode:
             errors = [line.strip() for line in done.stdout.splitlines() if "rror" in line] or ["pip install failed"]
             raise RuntimeError("; ".join(dict.fromkeys(errors))[-300:])
+        Path(target, "source").mkdir()
         with tarfile.open(download(package, suite.release, Path(temporary))) as archive:
             for member in archive.getmembers():
                 member.name = member.name.partition("/")[2]
