@@ -187,7 +187,7 @@ def test_a_profile_has_the_exchanges_of_neighbours(tmp_path):
 
 
 def test_a_profile_repeats_calls_in_a_small_share_of_the_time(tmp_path):
-    """Seven of 100 long calls have numbers that are sampled. The first one is, and others only if much time has passed."""
+    """Seven of 100 long calls have numbers that are sampled. The first one is, others only after a long time."""
     text = "from mpi4py import MPI\nimport numpy as np\nx = np.ones(1 << 20)\n"
     text += "for _ in range(100): MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x, MPI.MAX)\n"
     text += "profile = __import__('gc').get_objects\n"
