@@ -6,14 +6,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import product
-from time import perf_counter
+from time import monotonic_ns, perf_counter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.communicator import Communicator
+from collectives.communicator import PREDEFINED, Communicator
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, NEIGHBOR_DECLARATIONS, method_name
 from collectives.runtime.record.layout import OUTSIDE
@@ -32,6 +32,9 @@ MOST = 4_000_000
 REPEATS = 3
 """Times that a sampled call, and the MPI's own, are repeated. The fastest counts."""
 
+REPEATING = 0.01
+"""Share of the run's time that the repeated calls have taken on any rank, above which no more are repeated."""
+
 
 def _fibonacci(most: int) -> Iterator[int]:
     """Yield Fibonacci's numbers from 5 to `most`. Their remainders vary: several calls of a loop are met."""
@@ -46,6 +49,9 @@ SAMPLED = frozenset(_fibonacci(1 << 40))
 
 COUNTS = "_profiled_calls"
 """Attribute of a communicator with the number of its blocking calls by method."""
+
+OBJECT_METHODS = "bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan"
+"""Methods that make no call if there is one rank only: it receives a copy of its own object."""
 
 KEPT = "?bBhHiIlLqQfdFD"
 """Types of arrays whose calls are repeated: those that every MPI can add."""
@@ -98,11 +104,14 @@ class CallProfile:
         self._under_way: deque[tuple[int, int]] = deque()
         self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
+        self._began, self._repeating = perf_counter(), 0.0
         for owner, declared in ((Communicator, DECLARATIONS), (TopologyCommunicator, NEIGHBOR_DECLARATIONS)):
             for declaration, form in product(declared, FORMS):
                 self._watch(owner, method_name(declaration.name, form), form == "blocking")
         for name in ("Start", "Wait", "Test"):
             self._watch(Request, name, False)
+        for name in OBJECT_METHODS:
+            self._watch_alone(name)
 
     def _watch(self, owner: type, name: str, is_sampled: bool) -> None:
         """Replace a method by one that notes the calls which it has made."""
@@ -122,6 +131,35 @@ class CallProfile:
 
         setattr(owner, name, noted)
 
+    def _watch_alone(self, name: str) -> None:
+        """Replace a method of objects by one that notes the program's calls of it on a single rank."""
+        method, rank = getattr(Communicator, name), PREDEFINED["COMM_WORLD"].Get_rank()
+
+        @wraps(method)
+        def noted(comm: Any, *arguments: Any, **keywords: Any) -> Any:
+            frame = sys._getframe(1)
+            if comm.Get_size() > 1 or _is_own(frame):
+                return method(comm, *arguments, **keywords)
+            started = monotonic_ns()
+            result = method(comm, *arguments, **keywords)
+            ended, about = monotonic_ns(), (name.encode(), b"")
+            if (kind := self._numbers.get((frame.f_code, frame.f_lineno, *about))) is None:
+                kind = self._numbers[frame.f_code, frame.f_lineno, *about] = len(self.kinds)
+                site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self.kinds.append(CallKind(site, -1 - rank, 0, name, "blocking", "copy", 0))
+            self._keep(kind, len(self.calls), started, ended)
+            return result
+
+        setattr(Communicator, name, noted)
+
+    def _keep(self, *call: int) -> bool:
+        """Keep the numbers of a call. False if there are `MOST` before it."""
+        if len(self.calls) >= len(COLUMNS) * MOST:
+            self.left_out += 1
+            return False
+        self.calls.extend(call)
+        return True
+
     def note(self, frame: FrameType | None) -> int | None:
         """Note the calls since the last one, made by the program in `frame`. Number of the last one's kind."""
         self._complete()
@@ -132,16 +170,12 @@ class CallProfile:
             entry = self._entry(self._seen)
             if entry is None or np.frombuffer(entry, np.int32, 1, _OFFSETS["channel"])[0] == OUTSIDE:
                 continue
-            while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+            while frame is not None and _is_own(frame):
                 frame = frame.f_back
             kind = self._kind(entry, frame)
-            if len(self.calls) >= len(COLUMNS) * MOST:
-                self.left_out += 1
-                continue
             turn, started, ended = np.frombuffer(entry, np.int64, 3, _OFFSETS["turn"]).tolist()
-            if not ended:
-                self._under_way.append((self._seen, len(self.calls) + COLUMNS.index("ended")))
-            self.calls.extend((kind, turn, started, ended))
+            if self._keep(kind, turn, started, ended) and not ended:
+                self._under_way.append((self._seen, len(self.calls) - 1))
         return kind
 
     def _entry(self, number: int) -> bytes | None:
@@ -198,8 +232,10 @@ class CallProfile:
         plain = comm.plain
         values = *arguments, *keywords.values()
         given = {name: value for name, value in keywords.items() if name not in ("algorithm", "segments", "timeout")}
+        start = perf_counter()
+        is_short = self._repeating <= REPEATING * (start - self._began)
         # all or none: calls are collective
-        if plain.Get_size() == 1 or not plain.allreduce(_can_repeat(values), MPI.LAND):
+        if plain.Get_size() == 1 or not plain.allreduce(is_short and _can_repeat(values), MPI.LAND):
             return
         memory = [*_arrays(values)]
         kept = [one.copy() for one in memory]
@@ -218,8 +254,14 @@ class CallProfile:
                 if one.flags.writeable:
                     one[...] = before
             self._seen = self._record.last
+            self._repeating += perf_counter() - start
         if kind is not None:
             self.samples.append(Sample(kind, *best))
+
+
+def _is_own(frame: FrameType) -> bool:
+    """True for a frame of this package, not of the program."""
+    return bool(frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE)
 
 
 def _can_repeat(value: Any) -> bool:

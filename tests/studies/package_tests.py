@@ -56,6 +56,21 @@ SUITES = {
     ),
     "emcee": Suite("3.1.6", [], ["emcee_pool.py"], smallest=2, others=["schwimmbad==0.4.2"]),
     "mpi4py": Suite(version("mpi4py"), ["demo/futures/test_futures.py"], smallest=2, module=["-m", "mpi4py.futures"]),
+    "pshmem": Suite("1.3.5", ["pshmem.test"], options="--pyargs"),
+    "pyske": Suite("0.1.1", ["pyske/test"]),
+    "shift-fft": Suite("1.1.1", ["tests/mpi_tests"]),
+    "mpi-list": Suite("0.4.0", ["tests"], options="-c /dev/null"),
+    "mpiparticles": Suite("0.1.0", [], ["src/mpiparticles/tests/_mpi_job.py"], smallest=2),
+    "shenfun": Suite("4.3.0", [f"tests/test_{name}.py" for name in ("tensorproductspace", "fourier", "curl", "io")]),
+    "libensemble": Suite(
+        "1.6.1", [], [f"libensemble/tests/functionality_tests/test_{name}.py" for name in (
+            "mpi_comms", "uniform_sampling", "1d_uniform_sampling_with_comm_dup", "1d_splitcomm", "worker_exceptions")],
+        smallest=3,
+    ),
+    "mpi-sppy": Suite(
+        "0.14.0", [f"mpisppy.tests.test_{name}" for name in ("with_cylinders", "comm_lor_check", "flex_xhat_assembly")],
+        smallest=2, others=["highspy", "scipy", "pandas"], options="--pyargs",
+    ),
     "distwq": Suite("1.3.3", [], ["examples/example_distwq.py"], smallest=2, others=["scipy"]),
 }  # fmt: skip
 """Tests by package. The conftest.py of pylops-mpi needs an older pytest; it adds ranks to the names of tests only."""
@@ -83,6 +98,7 @@ def installed(package: str, suite: Suite) -> Path:
         if done.returncode:
             errors = [line.strip() for line in done.stdout.splitlines() if "rror" in line] or ["pip install failed"]
             raise RuntimeError("; ".join(dict.fromkeys(errors))[-300:])
+        Path(target, "source").mkdir()
         with tarfile.open(download(package, suite.release, Path(temporary))) as archive:
             for member in archive.getmembers():
                 member.name = member.name.partition("/")[2]

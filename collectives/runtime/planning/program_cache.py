@@ -191,9 +191,9 @@ class ProgramCache:
         if not self.has_surplus:
             return
         kept = {id(one.program) for one in in_use} | {id(one) for one in needed}
-        for old in list(self.bound):
-            if self.has_surplus and old in self.bound and id(self.bound[old]) not in kept:
-                self.evict(old).free()
+        oldest = (key for key in list(self.bound) if key in self.bound and id(self.bound[key]) not in kept)
+        while self.has_surplus and (key := next(oldest, None)) is not None:
+            self.evict(key).free()
 
     def is_busy(self, key: Hashable, active: Callable[[], Iterable[Operation]]) -> bool:
         """True if one of the active calls runs the program of a key, and does so by MPI. Others wait for each other."""

@@ -186,6 +186,31 @@ def test_a_profile_has_the_exchanges_of_neighbours(tmp_path):
     assert line["of_native"] > 0 and "alltoall (neighbors)" in output
 
 
+def test_a_profile_repeats_calls_in_a_small_share_of_the_time(tmp_path):
+    """Seven of 100 long calls have numbers that are sampled. The first one is, others only after a long time."""
+    text = "from mpi4py import MPI\nimport numpy as np\nx = np.ones(1 << 20)\n"
+    text += "for _ in range(100): MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x, MPI.MAX)\n"
+    text += "profile = __import__('gc').get_objects\n"
+    text += "from collectives.cli.call_profile import CallProfile\n"
+    text += "(found,) = [one for one in profile() if type(one) is CallProfile]\n"
+    text += "print('repeated', len(found.samples))\n"
+    output, status = run(2, "--profile", "--profile-files", tmp_path / "found", "-c", text)
+    assert status == 0
+    counts = [int(line.split()[1]) for line in output.splitlines() if line.startswith("repeated")]
+    assert len(counts) == 2 and all(1 <= count <= 4 for count in counts)
+
+
+def test_a_profile_has_calls_of_objects_on_one_rank(tmp_path):
+    methods = ("bcast", "gather", "scatter", "allgather", "alltoall", "reduce", "allreduce", "scan", "exscan")
+    lines = [f"for turn in range(3): MPI.COMM_WORLD.{name}([turn])" for name in methods]
+    text = "\n".join(["from mpi4py import MPI", *lines])
+    _, status = run(1, "--profile", "--profile-files", tmp_path / "found", "-c", text)
+    assert status == 0
+    found = json.loads((tmp_path / "found.json").read_text())["lines"]
+    expected = {(name, f"<string>:{at}", 3) for at, name in enumerate(methods, 2)}
+    assert {(line["collective"], line["site"], line["calls"]) for line in found} == expected
+
+
 def test_an_exception_of_one_rank_ends_all_with_its_own_lines():
     text = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank: raise KeyError('mine')\nMPI.COMM_WORLD.Barrier()"
     output, status = run(2, "-c", text)
