@@ -13,9 +13,9 @@ pytestmark = pytest.mark.timeout(500)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/clusters.md"
 WAITS = {
-    "scancel --signal": "step 30 of 300",
-    "scontrol requeue": "step 60 of 300",
-    "sbatch --array": "step 90 of 300",
+    "scancel --signal": "held after step 30\n",
+    "scontrol requeue": "held after step 60\n",
+    "sbatch --array": "held after step 90\n",
 }
 """Beginning of a command -> text that the output of job 4711 must have before it is run."""
 
@@ -29,11 +29,10 @@ def test_page(pmi, tmp_path):
     (script,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
     assert len(commands) == len(re.findall(r"^\$ (?:s\w+|export) ", text, re.MULTILINE)) == 9
-    assert "chorus train " in script and "--steps 2000 " in script
-    script = script.replace("chorus train ", "python slow_training.py 0.2 ").replace("--steps 2000 ", "--steps 300 ")
-    (tmp_path / "job.sh").write_text(script)
+    assert "chorus train " in script
+    (tmp_path / "job.sh").write_text(script.replace("chorus train ", "python held_training.py 30,60,90 "))
     (tmp_path / "program.py").write_text(HELLO)
-    shutil.copy(PAGE.parents[2] / "tests/slurm/slow_training.py", tmp_path)
+    shutil.copy(PAGE.parents[2] / "tests/slurm/held_training.py", tmp_path)
     output, jobs = "", {}
     with contextlib.chdir(tmp_path):
         for command in commands:
