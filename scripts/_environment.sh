@@ -28,7 +28,7 @@ base_python() {
 # compiled: true if an environment of the same Python has compiled the modules in C, after the last change of their files.
 compiled() {
     local folder module
-    for folder in $(find collectives parallel quant -name '*.c' -printf '%h\n' | sort -u); do
+    for folder in $(find collectives parallel quant -name '*.c' -exec dirname {} + | sort -u); do
         module="$(ls "$folder"/_*"$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')")" &&
             [ -z "$(find "$folder" quant/kernels -name '*.[ch]' -newer "$module")" ] || return 1
     done 2>/dev/null
