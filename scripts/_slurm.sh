@@ -43,6 +43,7 @@ BatchStartTimeout=120
 KillWait=120
 UnkillableStepTimeout=600
 OverTimeLimit=5
+LaunchParameters=use_interactive_step
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1
 PartitionName=urgent Nodes=ALL PriorityTier=2
 CONF

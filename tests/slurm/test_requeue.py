@@ -31,15 +31,16 @@ srun "{python}" "{held}" {at} --data digits --model mlp {layout} --steps {steps}
     --checkpoint checkpoints || {{ [ $? -eq 138 ] && scontrol requeue $SLURM_JOB_ID; }}
 """
 
+OTHERS = "--exclude=node3,node4"
 WAYS = {
-    "own time limit": ("ended before the time limit", ["--time=2"]),
-    "signal before the time limit": ("ended by SIGUSR1", ["--time=60", "--signal=USR1@120"]),
-    "scancel": ("ended by SIGUSR1", []),
-    "scontrol": ("ended by SIGTERM", []),
+    "own time limit": ("ended before the time limit", [OTHERS, "--time=2"]),
+    "signal before the time limit": ("ended by SIGUSR1", [OTHERS, "--time=60", "--signal=USR1@120"]),
+    "scancel": ("ended by SIGUSR1", [OTHERS]),
+    "scontrol": ("ended by SIGTERM", [OTHERS]),
     "failed node": ("NODE FAILURE", ["--nodelist=node2,node3"]),
     "urgent job": ("DUE TO PREEMPTION", ["--nodelist=node1,node4"]),
 }
-"""Ways to stop a training: words in its output, and options of its submission. Other jobs take node1 and node2."""
+"""Ways to stop a training: words in its output, and options of its submission: node3 fails, and node4 is urgent."""
 
 CASES = [
     ("own time limit", 2), ("signal before the time limit", 3), ("scancel", 0), ("scancel", 1), ("scontrol", 1),
@@ -100,7 +101,7 @@ def stop(jobs):
     for job in by["scontrol"]:
         call("scontrol", "requeue", job.number)
     fail_node(by["failed node"])
-    call("srun", "--partition=urgent", "--nodelist=node4", "-n2", "true")
+    call("srun", "--partition=urgent", "--nodelist=node4", "-N1", "-n2", "true")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def trainings(tmp_path_factory):
         held[case] = draw.randrange(EVERY, STEPS - EVERY) // EVERY * EVERY + draw.randrange(1, EVERY - 1)
         jobs[case] = submit(folder / "-".join(case).replace(" ", "-"), case[1], held[case], *WAYS[way][1])
     stop(jobs)
-    alone = {layout: submit(folder / layout, layout, 0) for layout in LAYOUTS}
+    alone = {layout: submit(folder / layout, layout, 0, OTHERS) for layout in LAYOUTS}
     for job in alone.values():
         assert "resumed" not in job.end()
     return SimpleNamespace(seed=seed, names=names, jobs=jobs, held=held, alone=alone)
