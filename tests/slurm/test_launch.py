@@ -1,10 +1,12 @@
 """Ranks under srun and the MPI's own launcher; wrong launches, which are named."""
 
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
-from support.slurm_jobs import HELLO, Job, call
+from support.slurm_jobs import HELLO, LIMIT, Job, call
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -49,6 +51,14 @@ def test_wrong_pmi(mpi):
         text = f"srun has started 4 tasks, and each is the only rank of its MPI: start them with srun --mpi={right}"
         assert output.count(text) == 1, output
         assert "steps" not in output
+
+
+def test_shell_of_an_allocation():
+    """The shell is no rank of its own: -n starts ranks, and without a time limit none is shown."""
+    done = subprocess.run(
+        ["salloc", "-N1", "-n2"], input=f"{shlex.join(TRAIN)} -n 2\n", capture_output=True, text=True, timeout=LIMIT
+    )
+    assert re.search(r"^2 ranks on 1 node, Slurm job \d+$", done.stdout, re.MULTILINE), done
 
 
 LATE = """
