@@ -107,5 +107,7 @@ if os.environ["SLURM_PROCID"] == "3":
     time.sleep(4)
 sys.exit(main.main(sys.argv[1:]))
 """
-    output = call("srun", "-N", "2", "--ntasks-per-node=2", sys.executable, "-c", late, tmp_path / "arrived", *TRAIN[1:])
+    output = call(
+        "srun", "-N", "2", "--ntasks-per-node=2", sys.executable, "-c", late, tmp_path / "arrived", *TRAIN[1:]
+    )
     assert "rank 0 on node1 has waited 1 s for ranks that have not started MPI\n" in output, output

@@ -48,6 +48,17 @@ def test_page(pmi, tmp_path):
     assert "ended by SIGUSR1" in text and "ended by SIGTERM" in text and len(re.findall("resumed out", text)) == 2, text
 
 
+def test_script_that_is_submitted_again(tmp_path):
+    """The example's numbers of nodes and CPUs are replaced by those of the emulated hosts."""
+    size = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+    for steps, begun in ((2, "mlp: "), (4, f"resumed {tmp_path}/run/step-000000002: 2 steps were made")):
+        output = tmp_path / str(steps)
+        command = ("sbatch", "--wait", f"--output={output}", *size, PAGE.parents[1] / "examples/job.sbatch")
+        call(*command, "--data", "digits", "--model", "mlp", "--steps", steps, RUN=str(tmp_path / "run"))
+        text = output.read_text()
+        assert begun in text and f"after {steps} steps" in text, text
+
+
 def has(job, text):
     return not text or text in job_text(job)
 

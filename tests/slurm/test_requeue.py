@@ -52,9 +52,7 @@ CASES = [
 def submit(folder, layout, at, *options):
     """Submit a training with one rank on each of two nodes, held after step `at`."""
     folder.mkdir(parents=True)
-    script = SCRIPT.format(
-        python=sys.executable, held=HELD, at=at, layout=LAYOUTS[layout], steps=STEPS, every=EVERY
-    )
+    script = SCRIPT.format(python=sys.executable, held=HELD, at=at, layout=LAYOUTS[layout], steps=STEPS, every=EVERY)
     return Job(folder, script, "-N2", "-n2", *options)
 
 

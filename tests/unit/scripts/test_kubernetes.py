@@ -106,4 +106,6 @@ def test_the_image_fits_the_job(folder):
     assert set(re.findall(r"Port (\d+)", image)) == {str(port)}
     assert f"--uid {worker['securityContext']['runAsUser']} mpiuser" in image
     assert f"HostKey {spec['sshAuthMountPath']}/id_rsa" in image
-    assert f"WORKDIR {Path(worker['command'][-1]).parent}\n" in image and f">{Path(worker['command'][-1]).name}\n" in image
+    assert (
+        f"WORKDIR {Path(worker['command'][-1]).parent}\n" in image and f">{Path(worker['command'][-1]).name}\n" in image
+    )
