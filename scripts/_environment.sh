@@ -25,7 +25,7 @@ base_python() {
     die "Chorus needs Python 3.11 or newer, and PATH has none (looked for python3, python3.11 ... python3.14)."
 }
 
-# compiled: true if an environment of the same Python has compiled the modules in C, after the last change of their files.
+# compiled: true if an environment of the same Python has compiled the modules in C since their files changed.
 compiled() {
     local folder module
     for folder in $(find collectives parallel quant -name '*.c' -exec dirname {} + | sort -u); do

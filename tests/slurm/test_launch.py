@@ -59,6 +59,8 @@ def test_shell_of_an_allocation():
         ["salloc", "-N1", "-n2"], input=f"{shlex.join(TRAIN)} -n 2\n", capture_output=True, text=True, timeout=LIMIT
     )
     assert re.search(r"^2 ranks on 1 node, Slurm job \d+$", done.stdout, re.MULTILINE), done
+    step = call("srun", "-n1", "--cpus-per-task=2", "bash", "-c", f"srun --overlap -n 2 {shlex.join(TRAIN)}")
+    assert "2 ranks on 1 node, Slurm job " in step, step
 
 
 LATE = """
