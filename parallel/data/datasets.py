@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -112,12 +113,11 @@ class LearningTask:
 
 def digits(seed: int = 0, length: int = 0) -> LearningTask:
     """Scikit-learn's handwritten digits: 1797 images, 8 x 8 values in [0, 1], ten classes. A fifth is for the test."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError("the data set digits needs scikit-learn: pip install 'chorus-mpi[train]'") from error
-    images, labels = load_digits(return_X_y=True)
-    x, y = (images / 16).astype(np.float32).reshape(-1, 8, 8), labels.astype(np.int64)
+    package = find_spec("sklearn")  # not imported, as that takes longer than the rest of a program's start
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("the data set digits needs scikit-learn: pip install 'chorus-mpi[train]'")
+    table = np.loadtxt(Path(package.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=",")
+    x, y = (table[:, :-1] / 16).astype(np.float32).reshape(-1, 8, 8), table[:, -1].astype(np.int64)
     return _classes("digits", *_split(ArrayDataset(x, y), seed, 5))
 
 
