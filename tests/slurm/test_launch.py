@@ -2,11 +2,10 @@
 
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
-from support.slurm_jobs import HELLO, LIMIT, Job, call
+from support.slurm_jobs import HELLO, Job, call
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -57,10 +56,8 @@ FIRST_LINE = re.compile(r"^2 ranks on 1 node, Slurm job \d+$", re.MULTILINE)
 
 def test_shell_of_an_allocation():
     """The shell is no rank of its own: -n starts ranks. In that of a step, srun does. No time limit is shown."""
-    done = subprocess.run(
-        ["salloc", "-N1", "-n2"], input=f"{shlex.join(TRAIN)} -n 2\n", capture_output=True, text=True, timeout=LIMIT
-    )
-    assert FIRST_LINE.search(done.stdout), done
+    shell = call("bash", "-c", f"echo {shlex.join(TRAIN)} -n 2 | salloc -N1 -n2")
+    assert FIRST_LINE.search(shell), shell
     step = call("srun", "-n1", "--cpus-per-task=2", "bash", "-c", f"srun --overlap -n 2 {shlex.join(TRAIN)}")
     assert FIRST_LINE.search(step), step
 
