@@ -132,3 +132,16 @@ def test_stopped_training(trainings, way, place):
         assert not (ended and resumed) or ended == resumed, text
     assert last(job).name == expected.name
     assert same(last(job), expected), text
+
+
+def test_array(tmp_path):
+    """Every job of an array is a training of its own, with its number in the first line."""
+    script = f"""#!/bin/bash
+srun "{sys.executable}" "{HELD}" 0 --data digits --model mlp --steps 5 --checkpoint "$SLURM_ARRAY_TASK_ID"
+"""
+    job = Job(tmp_path, script, "--array=3-4", "-n1", "--output=%a.out")
+    for task in (3, 4):
+        output = tmp_path / f"{task}.out"
+        wait_until(lambda output=output: output.exists() and "checkpoints are in" in output.read_text(), job.shown)
+        assert f"1 rank on 1 node, Slurm job {job.number}_{task}" in output.read_text()
+        assert all_in(tmp_path / str(task))
