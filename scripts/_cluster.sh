@@ -118,7 +118,7 @@ for ((host = 1; host <= ${#ranks[@]}; host++)); do
     case "$mpi" in
         mpich) echo "node$host:${ranks[host - 1]}" ;;
         openmpi) echo "node$host slots=${ranks[host - 1]}" ;;
-        slurm) echo "NodeName=node$host NodeAddr=$network.$host CPUs=${ranks[host - 1]}" ;;
+        slurm) echo "NodeName=node$host NodeAddr=$network.$host CPUs=${ranks[host - 1]} Weight=$host" ;;
     esac >>"$room/hostfile"
 done
 PATH="$(dirname "$python"):$PATH"

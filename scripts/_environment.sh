@@ -25,6 +25,15 @@ base_python() {
     die "Chorus needs Python 3.11 or newer, and PATH has none (looked for python3, python3.11 ... python3.14)."
 }
 
+# compiled: true if an environment of the same Python has compiled the modules in C since their files changed.
+compiled() {
+    local folder module
+    for folder in $(find collectives parallel quant -name '*.c' -exec dirname {} + | sort -u); do
+        module="$(ls "$folder"/_*"$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')")" &&
+            [ -z "$(find "$folder" quant/kernels -name '*.[ch]' -newer "$module")" ] || return 1
+    done 2>/dev/null
+}
+
 # environment DIRECTORY EXTRA,EXTRA...: create or complete the virtual environment; returns at once if it is complete.
 environment() {
     local venv="$PWD/$1" wanted="${2//,/ }" stamp recorded installed="" missing="" extra base
@@ -47,6 +56,7 @@ environment() {
     [ -n "$missing" ] || return 0
     installed="$(echo $installed)"
     say "Installing into $1: $installed ..."
+    ! compiled || local -x CHORUS_PURE=1
     "$python" -m pip install -qq --disable-pip-version-check --editable ".[${installed// /,}]" </dev/null >&2 ||
         die "pip could not install the dependencies of Chorus (its messages are above). The first run needs a network."
     printf '%s\n' "$stamp" "$installed" >"$venv/chorus-installed"

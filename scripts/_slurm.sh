@@ -3,7 +3,8 @@
 #
 # Ranks are not bound to cores and no control group holds them (task/none, linuxproc), as a container may have none.
 # `config_overrides`: a host has as many CPUs as its line says, not those of the machine. `cred_expire`: seconds that a
-# requeued job waits before it starts again. TmpFS: PMIx keeps its files there, and hosts share /tmp.
+# requeued job waits before it starts again. TmpFS: PMIx keeps its files there, and hosts share /tmp. Timeouts are long,
+# as this machine may be busy.
 
 install -d -m 700 -o munge -g munge "$room/munge"
 head -c 1024 /dev/urandom >"$room/munge/key"
@@ -35,12 +36,19 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SchedulerParameters=bf_interval=2,sched_interval=2
+SchedulerParameters=bf_interval=1,sched_interval=1
+MessageTimeout=100
+TCPTimeout=30
+BatchStartTimeout=120
+KillWait=120
+UnkillableStepTimeout=600
+OverTimeLimit=5
+LaunchParameters=use_interactive_step
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1
 PartitionName=urgent Nodes=ALL PriorityTier=2
 CONF
 echo CgroupPlugin=cgroup/v1 >"$room/slurm/cgroup.conf"  # initialised even where nothing uses it; this one needs no mount
-for ((tries = 0; tries < 100; tries++)); do
+for ((tries = 0; tries < 600; tries++)); do
     [ ! -S "$room/munge/socket" ] || break
     sleep 0.1
 done
@@ -50,8 +58,10 @@ for ((host = 1; host <= ${#ranks[@]}; host++)); do
     "$room/on" "node$host" exec slurmd -D -N "node$host" 2>/dev/null &
 done
 # ready: all hosts are idle.
-for ((tries = 0; tries < 100; tries++)); do
-    [ "$(timeout 5 sinfo -h -t idle -o %D 2>/dev/null | head -1)" != ${#ranks[@]} ] || break
+limit=$((SECONDS + 120))
+until [ "$(timeout 20 sinfo -h -t idle -o %D 2>/dev/null | awk '{ n += $1 } END { print n }')" = ${#ranks[@]} ] ||
+    [ "$SECONDS" -gt "$limit" ]; do
     sleep 0.2
 done
-[ "$tries" -lt 100 ] || { tail -n 20 "$room"/slurm/*.log >&2; failed ": Slurm does not start, see its messages above"; }
+[ "$SECONDS" -le "$limit" ] ||
+    { tail -n 20 "$room"/slurm/*.log >&2; failed ": Slurm does not start, see its messages above"; }

@@ -15,6 +15,12 @@ MARGIN = 30.0
 POD_FOLDER = Path("/var/run/secrets/kubernetes.io")
 """Folder of every pod. Variables of the container do not reach ranks that an ssh server has started."""
 
+NO_LIMIT = 365 * 86400
+"""Seconds after its start at which a Slurm job without a limit has its end."""
+
+LAST_STEP = 0xFFFFFFF0
+"""Slurm's least step number that is not of a step of ranks."""
+
 SRUN = {"Open MPI": "srun --mpi=pmix", "Intel": "srun --mpi=pmix, or I_MPI_PMI_LIBRARY=libpmi2.so srun --mpi=pmi2"}
 """Launch command by a word of the MPI library's version. Others are MPICH or have its interface."""
 
@@ -57,6 +63,16 @@ def find_job(environment: Mapping[str, str]) -> BatchJob | None:
     return None
 
 
+def in_step(environment: Mapping[str, str]) -> bool:
+    """True for a task of srun. False in a batch script and the shell of an allocation, whose step has a high number.
+
+    >>> in_step({"SLURM_STEP_ID": "0"}), in_step({"SLURM_STEP_ID": "4294967290"}), in_step({"SLURM_JOB_ID": "7"})
+    (True, False, False)
+    """
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isascii() and step.isdecimal() and int(step) < LAST_STEP
+
+
 def cpus_of(environment: Mapping[str, str]) -> int | None:
     """CPUs of this node that Slurm has given to the job. None if there is no such number."""
     return _number(environment.get("SLURM_CPUS_ON_NODE", "")) or None
@@ -68,7 +84,8 @@ def _number(text: str) -> int:
 
 def _slurm_end(environment: Mapping[str, str], job: str) -> float | None:
     """End of a Slurm job. Older versions have no variable for it, but their `squeue` prints the time left."""
-    if end := _number(environment.get("SLURM_JOB_END_TIME", "")):
+    start, end = (_number(environment.get(f"SLURM_JOB_{event}_TIME", "")) for event in ("START", "END"))
+    if 0 < end < start + NO_LIMIT:
         return float(end)
     with suppress(OSError, subprocess.SubprocessError):
         command = ["squeue", "--noheader", "--job", job, "--format", "%L"]

@@ -99,10 +99,12 @@ def take_ranks(words: list[str]) -> tuple[int | None, list[str]]:
 
 def rank_of_launcher() -> int | None:
     """Rank of this process from environment variables of the MPI launcher; None if not started by one."""
-    for name in RANK_VARIABLES:
+    # the shell of a Slurm allocation has variables of a PMI, but it is no rank until a launcher has started it
+    is_shell = not batch_job.in_step(os.environ) and "SLURM_STEP_ID" in os.environ
+    for name in RANK_VARIABLES if not is_shell or "MPI_LOCALRANKID" in os.environ else ("OMPI_COMM_WORLD_RANK",):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
-    if os.environ.get("SLURM_STEP_ID", "").isdecimal():  # srun with an MPI that finds its ranks without variables
+    if batch_job.in_step(os.environ):  # srun with an MPI that finds its ranks without variables
         return int(os.environ.get("SLURM_PROCID", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ.get("RANK", "0"))
@@ -192,7 +194,9 @@ def start(words: list[str]) -> None:
     if ranks is not None and not program.mpi:
         raise UsageError(f"-n: chorus {name} runs in one process")
     if ranks is not None and rank is not None:
-        raise UsageError("-n: this already runs under mpiexec; give the number of ranks there, or here, not twice")
+        shell = f"srun (srun --overlap -n {ranks} starts ranks in its shell)"
+        where = shell if batch_job.in_step(os.environ) else "mpiexec"
+        raise UsageError(f"-n: this already runs under {where}; give the number of ranks there, or here, not twice")
     if helps := [word for word in rest if word in ("-h", "--help", "--help-all")]:
         rest = helps[-1:]  # beside an option that selects a program and lacks its value
     for word in rest:

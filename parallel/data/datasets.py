@@ -113,12 +113,11 @@ class LearningTask:
 
 def digits(seed: int = 0, length: int = 0) -> LearningTask:
     """Scikit-learn's handwritten digits: 1797 images, 8 x 8 values in [0, 1], ten classes. A fifth is for the test."""
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
+    package = find_spec("sklearn")  # not imported, as that takes longer than the rest of a program's start
+    if package is None or not package.submodule_search_locations:
         raise ImportError("the data set digits needs scikit-learn: pip install 'chorus-mpi[train]'")
-    # its import, which takes longer than ours, is not needed
-    values = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", np.float32, delimiter=",")
-    x, y = (values[:, :-1] / 16).reshape(-1, 8, 8), values[:, -1].astype(np.int64)
+    table = np.loadtxt(Path(package.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=",")
+    x, y = (table[:, :-1] / 16).astype(np.float32).reshape(-1, 8, 8), table[:, -1].astype(np.int64)
     return _classes("digits", *_split(ArrayDataset(x, y), seed, 5))
 
 

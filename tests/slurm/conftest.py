@@ -26,7 +26,7 @@ def pmi(mpi):
     return kind
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_jobs_left():
     yield
     call("scancel", "--user=root")

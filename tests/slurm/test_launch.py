@@ -1,9 +1,13 @@
 """Ranks under srun and the MPI's own launcher; wrong launches, which are named."""
 
 import re
+import shlex
 import sys
 
+import pytest
 from support.slurm_jobs import HELLO, Job, call
+
+pytestmark = pytest.mark.timeout(500)
 
 TRAIN = ("chorus", "train", "--data", "digits", "--model", "mlp", "--steps", "3")
 TWO_NODES = [("node1", "2"), ("node1", "2"), ("node2", "2"), ("node2", "2")]
@@ -33,9 +37,8 @@ def test_launcher_in_an_allocation(mpi, tmp_path):
 
 def test_first_line():
     output = call("srun", "-N", "2", "--ntasks-per-node=2", "--time=10", *TRAIN)
-    assert re.match(r"(srun: .*\n)*4 ranks on 2 nodes, Slurm job \d+, time left 0:(09:\d\d|10:00)\n", output), output
+    assert re.match(r"(srun: .*\n)*4 ranks on 2 nodes, Slurm job \d+, time left 0:(0\d:\d\d|10:00)\n", output), output
     assert " on 4 ranks of 1 thread, 3 steps" in output
-    assert "time left" not in call("srun", "-n", "2", *TRAIN)
 
 
 def test_wrong_pmi(mpi):
@@ -46,6 +49,17 @@ def test_wrong_pmi(mpi):
         text = f"srun has started 4 tasks, and each is the only rank of its MPI: start them with srun --mpi={right}"
         assert output.count(text) == 1, output
         assert "steps" not in output
+
+
+FIRST_LINE = re.compile(r"^2 ranks on 1 node, Slurm job \d+$", re.MULTILINE)
+
+
+def test_shell_of_an_allocation():
+    """The shell is no rank of its own: -n starts ranks. In that of a step, srun does. No time limit is shown."""
+    shell = call("bash", "-c", f"echo {shlex.join(TRAIN)} -n 2 | salloc -N1 -n2")
+    assert FIRST_LINE.search(shell), shell
+    step = call("srun", "-n1", "--cpus-per-task=2", "bash", "-c", f"srun --overlap -n 2 {shlex.join(TRAIN)}")
+    assert FIRST_LINE.search(step), step
 
 
 LATE = """
@@ -79,15 +93,22 @@ def test_late_rank_is_named(tmp_path):
     assert re.search(r"after \d+ s rank 0 waits for (rank .*, )?rank 3 on node2\n", output), output
 
 
-def test_rank_that_does_not_start_mpi():
+def test_rank_that_does_not_start_mpi(tmp_path):
     """The notice comes from a process of its own, while MPI_Init waits."""
     late = """
 import os, sys, time
+from pathlib import Path
 from parallel.cli import main, start_up
-start_up.PATIENCE = 1
+start_up.PATIENCE, arrived = 1, Path(sys.argv.pop(1))
+if os.environ["SLURM_PROCID"] == "0":
+    arrived.touch()
 if os.environ["SLURM_PROCID"] == "3":
-    time.sleep(3)
+    while not arrived.exists():
+        time.sleep(0.01)
+    time.sleep(4)
 sys.exit(main.main(sys.argv[1:]))
 """
-    output = call("srun", "-N", "2", "--ntasks-per-node=2", sys.executable, "-c", late, *TRAIN[1:])
+    output = call(
+        "srun", "-N", "2", "--ntasks-per-node=2", sys.executable, "-c", late, tmp_path / "arrived", *TRAIN[1:]
+    )
     assert "rank 0 on node1 has waited 1 s for ranks that have not started MPI\n" in output, output

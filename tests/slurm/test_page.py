@@ -13,9 +13,9 @@ pytestmark = pytest.mark.timeout(500)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/clusters.md"
 WAITS = {
-    "scancel --signal": "step 30 of 300",
-    "scontrol requeue": "step 60 of 300",
-    "sbatch --array": "step 90 of 300",
+    "scancel --signal": "held after step 30\n",
+    "scontrol requeue": "held after step 60\n",
+    "sbatch --array": "held after step 90\n",
 }
 """Beginning of a command -> text that the output of job 4711 must have before it is run."""
 
@@ -29,11 +29,10 @@ def test_page(pmi, tmp_path):
     (script,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     commands = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
     assert len(commands) == len(re.findall(r"^\$ (?:s\w+|export) ", text, re.MULTILINE)) == 9
-    assert "chorus train " in script and "--steps 2000 " in script
-    script = script.replace("chorus train ", "python slow_training.py 0.2 ").replace("--steps 2000 ", "--steps 300 ")
-    (tmp_path / "job.sh").write_text(script)
+    assert "chorus train " in script
+    (tmp_path / "job.sh").write_text(script.replace("chorus train ", "python held_training.py 30,60,90 "))
     (tmp_path / "program.py").write_text(HELLO)
-    shutil.copy(PAGE.parents[2] / "tests/slurm/slow_training.py", tmp_path)
+    shutil.copy(PAGE.parents[2] / "tests/slurm/held_training.py", tmp_path)
     output, jobs = "", {}
     with contextlib.chdir(tmp_path):
         for command in commands:
@@ -47,6 +46,17 @@ def test_page(pmi, tmp_path):
         text = job_text(jobs["4711"])
     assert "rank 15 of 16" in output and "pmi2" in output, output
     assert "ended by SIGUSR1" in text and "ended by SIGTERM" in text and len(re.findall("resumed out", text)) == 2, text
+
+
+def test_script_that_is_submitted_again(tmp_path):
+    """The example's numbers of nodes and CPUs are replaced by those of the emulated hosts."""
+    size = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+    for steps, begun in ((2, "mlp: "), (4, f"resumed {tmp_path}/run/step-000000002: 2 steps were made")):
+        output = tmp_path / str(steps)
+        command = ("sbatch", "--wait", f"--output={output}", *size, PAGE.parents[1] / "examples/job.sbatch")
+        call(*command, "--data", "digits", "--model", "mlp", "--steps", steps, RUN=str(tmp_path / "run"))
+        text = output.read_text()
+        assert begun in text and f"after {steps} steps" in text, text
 
 
 def has(job, text):

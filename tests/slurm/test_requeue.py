@@ -1,4 +1,9 @@
-"""Trainings that are stopped and put back into the queue end with the bits of an undisturbed one."""
+"""Trainings that are stopped and put back into the queue end with the bits of an undisturbed one.
+
+All run side by side: ten that are stopped, and an undisturbed one of each layout. In its first start a training is
+held after a step without a checkpoint. With other numbers in the variable SEED, other layouts are held after other
+steps. Seeds 0 to 3 try every layout with every way to stop it.
+"""
 
 import re
 import signal
@@ -7,119 +12,52 @@ from contextlib import suppress
 from itertools import chain, pairwise
 from os import environ, kill
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
-from support.launched_training import lines, same
+from support.launched_training import same
 from support.slurm_jobs import Job, call, wait_until
 
 from parallel.checkpoint.checkpoint_files import all_in
 
 pytestmark = pytest.mark.timeout(500)
 
-STEPS, EVERY = 60, 8
-SLOW = Path(__file__).parent / "slow_training.py"
+STEPS, EVERY = 40, 8
+HELD = Path(__file__).parent / "held_training.py"
 LAYOUTS = {"dp": "--parallel dp", "zero3": "--parallel zero3", "pp": "--parallel pp:1f1b", "tp": "--mesh tp=2"}
 SCRIPT = """#!/bin/bash
-srun "{python}" "{slow}" {pause} --data digits --model mlp {layout} --steps {steps} --every {every} \
-    --json metrics.jsonl --checkpoint checkpoints || {{ [ $? -eq 138 ] && scontrol requeue $SLURM_JOB_ID; }}
+srun "{python}" "{held}" {at} --data digits --model mlp {layout} --steps {steps} --every {every} \
+    --checkpoint checkpoints || {{ [ $? -eq 138 ] && scontrol requeue $SLURM_JOB_ID; }}
 """
 
+OTHERS = "--exclude=node3,node4"
+WAYS = {
+    "own time limit": ("ended before the time limit", [OTHERS, "--time=2"]),
+    "signal before the time limit": ("ended by SIGUSR1", [OTHERS, "--time=60", "--signal=USR1@120"]),
+    "scancel": ("ended by SIGUSR1", [OTHERS]),
+    "scontrol": ("ended by SIGTERM", [OTHERS]),
+    "failed node": ("NODE FAILURE", ["--nodelist=node2,node3"]),
+    "urgent job": ("DUE TO PREEMPTION", ["--nodelist=node1,node4"]),
+}
+"""Ways to stop a training: words in its output, and options of its submission: node3 fails, and node4 is urgent."""
 
-def submit(folder, layout, *options, pause=0.3):
-    """Submit a training with one rank on each node; `pause` are seconds after a step."""
+CASES = [
+    ("own time limit", 2), ("signal before the time limit", 3), ("scancel", 0), ("scancel", 1), ("scontrol", 1),
+    ("scontrol", 3), ("urgent job", 0), ("urgent job", 2), ("failed node", 1), ("failed node", 3),
+]  # fmt: skip
+"""Ways with places of their layouts, to which the seed is added."""
+
+
+def submit(folder, layout, at, *options):
+    """Submit a training with one rank on each of two nodes, held after step `at`."""
     folder.mkdir(parents=True)
-    script = SCRIPT.format(
-        python=sys.executable, slow=SLOW, pause=pause, layout=LAYOUTS[layout], steps=STEPS, every=EVERY
-    )
+    script = SCRIPT.format(python=sys.executable, held=HELD, at=at, layout=LAYOUTS[layout], steps=STEPS, every=EVERY)
     return Job(folder, script, "-N2", "-n2", *options)
-
-
-def steps_of(job):
-    path = job.script.parent / "metrics.jsonl"
-    return len(lines(path)) if path.exists() else 0
-
-
-def under_way(job):
-    """Wait until a training has a checkpoint and further steps."""
-    wait_until(lambda: steps_of(job) > EVERY + 2, lambda: job.text())
 
 
 def last(job):
     return all_in(job.script.parent / "checkpoints")[-1]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Last checkpoint by layout."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    jobs = {layout: submit(folder / layout, layout, pause=0) for layout in LAYOUTS}
-    for job in jobs.values():
-        assert "resumed" not in job.end()
-    return {layout: last(job) for layout, job in jobs.items()}
-
-
-def check(job, expected):
-    """The training has the expected end, and lost no step, or after a sudden end those since a checkpoint at most."""
-    text = job.end()
-    ends = re.findall(r"ended (.*?) after step (\d+)|resumed .*: (\d+) steps were made", text)
-    assert any(resumed for _, _, resumed in ends), text
-    for (_, ended, _), (_, _, resumed) in pairwise(ends):
-        assert not (ended and resumed) or ended == resumed, text
-    assert last(job).name == expected.name
-    assert same(last(job), expected), text
-    return text
-
-
-def scancel(job):
-    under_way(job)
-    call("scancel", "--signal=USR1", job.number)
-
-
-def requeue(job):
-    under_way(job)
-    call("scontrol", "requeue", job.number)
-
-
-SINGLE = {
-    "signal": (scancel, "ended by SIGUSR1", 0.3, []),
-    "requeue": (requeue, "ended by SIGTERM", 0.3, []),
-    "time limit": (None, "ended before the time limit", 2, ["--time=2"]),
-    "signal before the time limit": (None, "ended by SIGUSR1", 1.6, ["--time=3", "--signal=USR1@90"]),
-}
-"""Preemptions of one job: how, words in its output, seconds after a step, and options of its submission.
-
-Slurm looks for times once in 30 s, and sends the signal up to 30 s early, here 60 to 90 s after the job's start: then
-the training runs, and has not ended by itself. A signal that comes before the step of srun is lost.
-"""
-
-CASES = [
-    ("dp", "signal"), ("zero3", "requeue"), ("pp", "time limit"), ("tp", "signal before the time limit"),
-    ("zero3", "signal"), ("tp", "requeue"),
-]  # fmt: skip
-
-
-def test_single_jobs(undisturbed, tmp_path):
-    """Six trainings at a time; those with a time limit need longer than it is."""
-    jobs = []
-    for number, (layout, way) in enumerate(CASES):
-        _, _, pause, options = SINGLE[way]
-        jobs.append(submit(tmp_path / str(number), layout, *options, pause=pause))
-    for job, (_, way) in zip(jobs, CASES, strict=True):
-        if act := SINGLE[way][0]:
-            act(job)
-    for job, (layout, way) in zip(jobs, CASES, strict=True):
-        text = check(job, undisturbed[layout])
-        assert SINGLE[way][1] in text, text
-
-
-def test_urgent_job(undisturbed, tmp_path):
-    """A job of a partition with a higher priority takes the nodes."""
-    jobs = {layout: submit(tmp_path / layout, layout) for layout in ("dp", "pp")}
-    for job in jobs.values():
-        under_way(job)
-    call("srun", "--partition=urgent", "--exclusive", "-N2", "true")
-    for layout, job in jobs.items():
-        assert "DUE TO PREEMPTION" in check(job, undisturbed[layout])
 
 
 def on_node(node, job):
@@ -130,37 +68,76 @@ def on_node(node, job):
     return [int(number) for number in (*found, *chain(*ranks))]
 
 
-def test_failed_node(undisturbed, tmp_path):
-    """All that runs on a node is killed, and Slurm takes the node for failed: nothing is saved in time.
+def fail_node(jobs):
+    """Kill all that runs on a node, and let Slurm take the node for failed: nothing is saved in time.
 
-    Before it returns, what PMIx of the killed daemons left there is removed, as if the host had started anew: the same
-    job's next daemons need these names.
+    What PMIx of the killed daemons left there is removed, as if the host had started anew: the same job's next daemons
+    need these names.
     """
-    jobs = {layout: submit(tmp_path / layout, layout) for layout in ("zero3", "tp")}
-    for job in jobs.values():
-        under_way(job)
-    before = {layout: steps_of(job) for layout, job in jobs.items()}
-    for job in jobs.values():
-        for number in on_node("node2", job):
+    for job in jobs:
+        for number in on_node("node3", job):
             with suppress(ProcessLookupError):
                 kill(number, signal.SIGKILL)
-    call("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    for job in jobs.values():
+    call("scontrol", "update", "nodename=node3", "state=down", "reason=test")
+    for job in jobs:
         wait_until(lambda job=job: "Restarts=1" in job.shown(), lambda job=job: job.text())
     room = Path(environ["SLURM_CONF"]).parent.parent
-    call(room / "on", "node2", f"rm -rf {room}/slurm/node2/*pmix.* /dev/shm/spmix_*")
-    call("scontrol", "update", "nodename=node2", "state=resume")
-    for layout, job in jobs.items():
-        text = check(job, undisturbed[layout])
-        assert "NODE FAILURE" in text, text
-        resumed = int(re.search(r"resumed .*: (\d+) steps were made", text)[1])
-        assert resumed >= before[layout] // EVERY * EVERY, (before, text)
+    call(room / "on", "node3", f"rm -rf {room}/slurm/node3/*pmix.* /dev/shm/spmix_*")
+    call("scontrol", "update", "nodename=node3", "state=resume")
+
+
+def stop(jobs):
+    """Stop all trainings by their ways. Slurm looks at times once in 30 s."""
+    by = {way: [job for (other, _), job in jobs.items() if other == way] for way in WAYS}
+    for job in jobs.values():
+        wait_until(lambda job=job: "held after" in job.text(), lambda job=job: f"{job.shown()}\n{job.text()}")
+    for job in by["signal before the time limit"]:
+        minutes = int(re.search(r"RunTime=00:(\d\d):", job.shown())[1])
+        call("scontrol", "update", f"jobid={job.number}", f"timelimit={minutes + 2}")
+    for job in by["scancel"]:
+        call("scancel", "--signal=USR1", job.number)
+    for job in by["scontrol"]:
+        call("scontrol", "requeue", job.number)
+    fail_node(by["failed node"])
+    call("srun", "--partition=urgent", "--nodelist=node4", "-N1", "-n2", "true")
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """Jobs by way and layout, the steps after which they were held, and last checkpoints of undisturbed ones."""
+    folder, seed = tmp_path_factory.mktemp("trainings"), int(environ.get("SEED", "0"))
+    draw, names, jobs, held = Random(seed), [*LAYOUTS], {}, {}
+    for way, place in CASES:
+        case = way, names[(place + seed) % len(names)]
+        held[case] = draw.randrange(EVERY, STEPS - EVERY) // EVERY * EVERY + draw.randrange(1, EVERY - 1)
+        jobs[case] = submit(folder / "-".join(case).replace(" ", "-"), case[1], held[case], *WAYS[way][1])
+    stop(jobs)
+    alone = {layout: submit(folder / layout, layout, 0, OTHERS) for layout in LAYOUTS}
+    for job in alone.values():
+        assert "resumed" not in job.end()
+    return SimpleNamespace(seed=seed, names=names, jobs=jobs, held=held, alone=alone)
+
+
+@pytest.mark.parametrize("way, place", CASES)
+def test_stopped_training(trainings, way, place):
+    """The training has the expected end, and lost no step, or if its node failed those since a checkpoint."""
+    case = way, trainings.names[(place + trainings.seed) % len(LAYOUTS)]
+    job, held, expected = trainings.jobs[case], trainings.held[case], last(trainings.alone[case[1]])
+    text = job.end()
+    assert WAYS[way][0] in text and f"held after step {held}" in text, text
+    ends = re.findall(r"ended (.*?) after step (\d+)|resumed .*: (\d+) steps were made", text)
+    first = int(next(resumed for _, _, resumed in ends if resumed))
+    assert first == held // EVERY * EVERY if way == "failed node" else first >= held, text
+    for (_, ended, _), (_, _, resumed) in pairwise(ends):
+        assert not (ended and resumed) or ended == resumed, text
+    assert last(job).name == expected.name
+    assert same(last(job), expected), text
 
 
 def test_array(tmp_path):
     """Every job of an array is a training of its own, with its number in the first line."""
     script = f"""#!/bin/bash
-srun "{sys.executable}" "{SLOW}" 0 --data digits --model mlp --steps 5 --checkpoint "$SLURM_ARRAY_TASK_ID"
+srun "{sys.executable}" "{HELD}" 0 --data digits --model mlp --steps 5 --checkpoint "$SLURM_ARRAY_TASK_ID"
 """
     job = Job(tmp_path, script, "--array=3-4", "-n1", "--output=%a.out")
     for task in (3, 4):

@@ -1,6 +1,7 @@
 """What `chorus train` finds about its job in the environment, and the time that a job leaves it."""
 
 import signal
+import subprocess
 import time
 
 import pytest
@@ -34,7 +35,7 @@ def squeue(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "text, seconds",
-    [("7", 7), ("0:05", 5), ("59:58", 3598), ("1:00:00", 3600), ("2-00:00:01", 172801), ("UNLIMITED", None),
+    [("7", 7), ("0:05", 5), ("59:58", 3598), ("1:00:00", 3600), ("2-03:04:05", 183845), ("UNLIMITED", None),
      ("NOT_SET", None), ("INVALID", None), ("", None), ("1:2:3:4", None), ("-1:00", None)],
 )  # fmt: skip
 def test_times_of_slurm(text, seconds):
@@ -59,9 +60,25 @@ def test_end_in_the_environment():
     assert job.title(1, 1) == "1 rank on 1 node, Slurm job 4700_3, restart 2, time left 0:00:00"
 
 
+def test_end_after_a_year_is_none(squeue):
+    squeue("UNLIMITED")
+    start = int(time.time()) - 100
+    times = {"SLURM_JOB_START_TIME": str(start), "SLURM_JOB_END_TIME": str(start + batch_job.NO_LIMIT)}
+    assert find_job(SLURM | times) == BatchJob("Slurm job 4711")
+    assert find_job(SLURM | times | {"SLURM_JOB_END_TIME": str(start + 60)}).end == start + 60
+
+
 @pytest.mark.parametrize("text, status", [("UNLIMITED", 0), ("1:00", 1)])
 def test_no_limit(squeue, text, status):
     squeue(text, status)
+    assert find_job(SLURM) == BatchJob("Slurm job 4711")
+
+
+def test_squeue_that_waits_for_its_server(monkeypatch):
+    def wait(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(batch_job.subprocess, "run", wait)
     assert find_job(SLURM) == BatchJob("Slurm job 4711")
 
 
@@ -87,6 +104,24 @@ def test_launch_error():
     assert launch_error(1, {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert launch_error(1, {**SLURM, "MPI_LOCALNRANKS": "1"}) is None
     assert launch_error(1, {"WORLD_SIZE": "4"}) is None
+
+
+@pytest.mark.parametrize("step, rank", [("0", 3), ("4294967290", None), ("4294967291", None), ("", None)])
+def test_rank_in_a_step(monkeypatch, step, rank):
+    """The shell of an allocation, and a batch script, have Slurm's variables without being a rank."""
+    task = {**SLURM, "SLURM_STEP_ID": step, "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+    monkeypatch.setattr("os.environ", task)
+    assert rank_of_launcher() == rank
+    for launcher in ({"PMI_RANK": "2", "MPI_LOCALRANKID": "0"}, {"OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2"}):
+        monkeypatch.setattr("os.environ", {**task, **launcher})
+        assert rank_of_launcher() == 2
+
+
+def test_the_shell_of_an_allocation_has_a_pmi(monkeypatch):
+    """Of the shell's own step, whose only process it is."""
+    for variable in ("PMI_RANK", "PMIX_RANK"):
+        monkeypatch.setattr("os.environ", {**SLURM, "SLURM_STEP_ID": "4294967290", variable: "0"})
+        assert rank_of_launcher() is None
 
 
 def test_rank_under_torchrun(monkeypatch):

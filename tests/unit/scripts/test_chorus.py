@@ -80,6 +80,12 @@ def test_wrong_command_lines(words, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def test_ranks_in_a_shell_of_srun(capsys, monkeypatch):
+    monkeypatch.setattr("os.environ", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"})
+    assert chorus.main(["train", "-n", "2"]) == 2
+    assert "already runs under srun (srun --overlap -n 2 " in capsys.readouterr().err
+
+
 def test_ranks_are_given_once(capsys, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     assert chorus.main(["train", "-n", "2"]) == 2
