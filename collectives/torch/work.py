@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import Work
 
 from collectives.communicator import Communicator
@@ -62,7 +61,7 @@ HOLDS_HANDLES = torch.__version__ >= (2, 9)
 def complete(tensors: Sequence[torch.Tensor]) -> Work:
     """Handle of a collective that is complete, one of PyTorch's own where C++ code keeps no other."""
     work = CompleteWork(tensors)
-    return work if HOLDS_HANDLES else _create_work_from_future(work.get_future())
+    return work if HOLDS_HANDLES else torch._C._distributed_c10d._create_work_from_future(work.get_future())
 
 
 DONE = CompleteWork()
