@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import distributed_c10d as c10d
 
 from collectives.communicator import Communicator
 from collectives.torch.process_group import ProcessGroup
@@ -19,9 +20,14 @@ NAME, METHOD = "chorus", "mpi"
 
 
 def register() -> None:
-    """Register the backend and the rendezvous method with PyTorch."""
+    """Register the backend and the rendezvous method with PyTorch.
+
+    PyTorch 2.5 ends groups of NCCL alone in `destroy_process_group`, later releases those of every backend.
+    """
     dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
     dist.register_rendezvous_handler(METHOD, rendezvous)
+    if (plain := getattr(c10d, "_shutdown_backend", None)) is not None:
+        c10d._shutdown_backend = lambda group: group.shutdown() if isinstance(group, ProcessGroup) else plain(group)
 
 
 def make_group(options: Any, pg_options: Mapping[str, Any] | None) -> ProcessGroup:

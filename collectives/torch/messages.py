@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from collectives.communicator import Communicator
-from collectives.errors import InvalidArgument, Timeout
+from collectives.errors import InvalidArgument, Mismatch, Timeout
 from collectives.runtime.execution.progress import orphans, progress_until
 from collectives.torch.tensors import Block
 from collectives.torch.work import NO_TIMEOUT, CompleteWork
@@ -31,20 +31,55 @@ def limited(seconds: float, rank: int, *memory: object) -> Iterator[None]:
         raise
 
 
+SENT_AS_INT64 = torch.__version__ < (2, 13)
+"""True if PyTorch's pipelines begin with messages that are sent as an int64 and received as a float32."""
+
+
 class MessageWork(CompleteWork):
     """Handle of a message under way, from or to a block of memory. `run_wait` is called with a timeout to wait."""
 
-    def __init__(self, request: MPI.Request, block: Block, is_sent: bool, run_wait: Callable[..., None]) -> None:
+    def __init__(self, block: Block, is_sent: bool, run_wait: Callable[..., None]) -> None:
         super().__init__([block.tensor])
-        self._request, self._block, self._is_sent, self._run_wait = request, block, is_sent, run_wait
+        self._block, self._is_sent, self._run_wait = block, is_sent, run_wait
+        self._bytes = self._room = block.array.reshape(-1).view(np.uint8)
+        if SENT_AS_INT64 and not is_sent and block.tensor.shape == (1,) and block.tensor.dtype == torch.float32:
+            self._room = np.empty(8, np.uint8)
         self._status, self._done = MPI.Status(), False
+        self._error: MPI.Exception | None = None
+
+    def start(self, call: Callable[..., MPI.Request], peer: int, tag: int) -> MessageWork:
+        """Start it by `call`, a communicator's ``Isend`` or ``Irecv``."""
+        self._peer = "any rank" if peer == MPI.ANY_SOURCE else f"rank {peer}"
+        self._request = call([self._room, MPI.BYTE], peer, tag)
+        return self
 
     def is_completed(self) -> bool:
-        if not self._done and self._request.Test(self._status):
-            self._done = True
-            if not self._is_sent:
-                self._block.store()
+        """Return True after the end of the message, or an error, which `wait` raises."""
+        if not self._done:
+            try:
+                self._done = self._request.Test(self._status)
+                if self._done and not self._is_sent:
+                    self._store()
+            except MPI.Exception as error:
+                is_longer = error.Get_error_class() == MPI.ERR_TRUNCATE
+                self._done, self._error = True, self._mismatch("more") if is_longer else error
         return self._done
+
+    def _store(self) -> None:
+        found, expected = self._status.Get_count(MPI.BYTE), self._bytes.nbytes
+        if found in (expected, self._room.nbytes):
+            if self._room is not self._bytes:
+                self._bytes[:] = self._room[:expected]
+            self._block.store()
+        else:
+            self._error = self._mismatch(found)
+
+    def _mismatch(self, found: object) -> Mismatch:
+        expected = f"a message of {self._bytes.nbytes} bytes from {self._peer}"
+        return Mismatch(MPI.ERR_TRUNCATE, f"expected {expected}, found {found}: shapes or dtypes differ")
+
+    def exception(self) -> BaseException | None:
+        return self._error
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._run_wait(self, timeout.total_seconds())
@@ -78,19 +113,18 @@ class Messages:
             raise InvalidArgument(MPI.ERR_RANK, f"rank: expected 0 <= rank < {self._size}, found {peer}")
         if not 0 <= tag < self._barrier_tag:  # MPI's largest tag is of the barrier
             raise InvalidArgument(MPI.ERR_TAG, f"tag: expected 0 <= tag < {self._barrier_tag}, found {tag}")
-        block = Block(tensors, sends)
-        request = (self._comm.Isend if sends else self._comm.Irecv)(
-            [block.array.reshape(-1).view(np.uint8), MPI.BYTE], peer, tag
-        )
         name = "any rank" if peer == MPI.ANY_SOURCE else f"rank {peer}"
         awaited = Others("message", f"to send to {name}" if sends else f"for a message from {name}")
 
         def wait(work: MessageWork, seconds: float) -> None:
-            with limited(seconds if seconds > 0 else timeout, self._rank, request, block):
+            with limited(seconds if seconds > 0 else timeout, self._rank, work):
                 progress_until(work.is_completed, awaited)
             self._forget_completed()
+            if (error := work.exception()) is not None:
+                raise error
 
-        work = MessageWork(request, block, sends, lambda *arguments: guard(wait, *arguments))
+        work = MessageWork(Block(tensors, sends), sends, lambda *arguments: guard(wait, *arguments))
+        work.start(self._comm.Isend if sends else self._comm.Irecv, peer, tag)
         self._forget_completed()
         self._active.append(work)
         return work

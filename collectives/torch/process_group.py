@@ -21,7 +21,7 @@ from collectives.runtime.methods.collective_forms import DECLARATIONS
 from collectives.selection.select import algorithms
 from collectives.torch.messages import Messages
 from collectives.torch.operations import OPERATIONS, Collectives, GroupOperation
-from collectives.torch.work import DONE, CompleteWork, OverlappedWork, SeveralWork, Worker
+from collectives.torch.work import DONE, OverlappedWork, SeveralWork, Worker, complete
 
 LONGEST_CLOSE = 5.0
 """Seconds that the end of a group waits for its thread."""
@@ -123,7 +123,7 @@ class ProcessGroup(dist.ProcessGroup):
             later = partial(self._guard, label, operation.run, on, *given, options)
             return self._noted(self._worker.submit(OverlappedWork(_results(given), later)))
         self._guard(label, operation.run, on, *given, options)
-        return self._noted(CompleteWork(_results(given))) if is_async else DONE
+        return self._noted(complete(_results(given))) if is_async else DONE
 
     def _next_turn(self) -> int:
         self._turn += 1

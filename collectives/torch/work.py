@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -53,6 +54,16 @@ class CompleteWork(Work):
         return self._tensors
 
 
+HOLDS_HANDLES = torch.__version__ >= (2, 9)
+"""True if PyTorch's C++ code keeps a handle's Python object. Without that object it waits for ever."""
+
+
+def complete(tensors: Sequence[torch.Tensor]) -> Work:
+    """Handle of a collective that is complete, one of PyTorch's own where C++ code keeps no other."""
+    work = CompleteWork(tensors)
+    return work if HOLDS_HANDLES else torch._C._distributed_c10d._create_work_from_future(work.get_future())
+
+
 DONE = CompleteWork()
 """Handle of every call that is not asynchronous, and so has no further use."""
 
@@ -101,9 +112,11 @@ class Worker(threading.Thread):
         super().__init__(name="chorus torch overlap", daemon=True)
         self.comm = comm
         self._queue: SimpleQueue[OverlappedWork | None] = SimpleQueue()
+        self._recent: deque[OverlappedWork] = deque(maxlen=0 if HOLDS_HANDLES else 256)
         self.start()
 
     def submit(self, work: OverlappedWork) -> OverlappedWork:
+        self._recent.append(work)
         self._queue.put(work)
         return work
 

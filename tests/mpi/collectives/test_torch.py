@@ -288,6 +288,22 @@ def test_messages(group):
     assert (found[0] == left).all()
 
 
+@pytest.mark.parametrize("length, found", [(3, 12), (5, "more")])
+def test_messages_of_another_length(group, length, found):
+    """The receive fails, not a call after it, and the group goes on."""
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        pytest.skip("no other rank")
+    left, tensor = (rank - 1) % size, torch.zeros(4)
+    sending, receiving = dist.isend(torch.ones(length), (rank + 1) % size), dist.irecv(tensor, left)
+    dist.all_reduce(torch.ones(1))
+    with pytest.raises(dist.DistBackendError, match=rf"recv #.*of 16 bytes from rank {left}, found {found}:"):
+        receiving.wait()
+    assert receiving.is_completed() and not receiving.is_success()
+    sending.wait()
+    test_messages(group)
+
+
 def test_groups(group):
     size, rank = group.size(), group.rank()
     ranks = [*range(0, size, 2)][::-1]

@@ -17,22 +17,39 @@ import torch, torch.distributed as dist
 import collectives.torch
 
 collectives.torch.init(timeout=3, overlap=OVERLAP)
-x, rank = torch.ones(4), dist.get_rank()
-dist.all_reduce(x)
+x, rank = torch.ones(8, 4), dist.get_rank()
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+step = lambda: net(x).sum().backward()
+USE
+step()
 try:
     if rank == 1:
         FAULT
-    dist.all_reduce(x, async_op=True).wait()
-    dist.all_reduce(x)
+    step()
+    dist.broadcast(x, 0)
 except dist.DistBackendError as error:
     print(f"rank {rank}: {error}", flush=True)
     sys.exit(3)
 """
 
+USES = {
+    "collectives": "step = lambda: dist.all_reduce(x, async_op=True).wait()",
+    "DDP": "net = torch.nn.parallel.DistributedDataParallel(net)",
+    "FSDP2": "from torch.distributed.fsdp import fully_shard; fully_shard(net)",
+}
+"""What the ranks use: lines that replace `net` or `step`."""
+
+CALL = r"\w+ #\d+ on rank {} of 2 in group \w+: "
+DIFFERS = CALL.format("[01]") + r"(?s:.)*(of another call|bytes from rank [01], found|ranks make different calls)"
+ABSENT = CALL.format(0) + "(?s:.)*(rank 1 has (left|ended)|rank 1 expected no message from rank 0)"
+
 FAULTS = {
-    "dist.broadcast(torch.ones(99), 0, async_op=True).wait()": r"broadcast #2 on rank 1 of 2 in group 0: rank 1 ",
-    "time.sleep(6)": r"allreduce #2 on rank 0 of 2 in group 0: timeout in allreduce",
-    "sys.exit(4)": r"allreduce #2 on rank 0 .*rank 1 has left the program|rank 1 expected no message from rank 0",
+    "dist.broadcast(torch.ones(99), 0, async_op=True).wait()": DIFFERS,
+    "dist.all_reduce(torch.ones(99))": DIFFERS,
+    "dist.all_reduce(torch.ones(8, 4, dtype=torch.int32))": DIFFERS,
+    "step(), step()": DIFFERS,
+    "time.sleep(6)": CALL.format(0) + "timeout in",
+    "sys.exit(4)": ABSENT,
     "raise RuntimeError('no data')": r"RuntimeError: no data",
     "os.kill(os.getpid(), signal.SIGKILL)": "",
 }
@@ -41,10 +58,11 @@ exit it depends on time which rank notices first."""
 
 
 @pytest.mark.parametrize("overlap", default([False, True], False))
+@pytest.mark.parametrize("use", default(USES, "collectives"))
 @pytest.mark.parametrize("fault", default(FAULTS, "time.sleep(6)", "sys.exit(4)"))
-def test_a_rank_that_fails(tmp_path, fault, overlap):
+def test_a_rank_that_fails(tmp_path, fault, use, overlap):
     path, begin = tmp_path / "program.py", time.monotonic()
-    path.write_text(PROGRAM.replace("FAULT", fault).replace("OVERLAP", str(overlap)))
+    path.write_text(PROGRAM.replace("FAULT", fault).replace("OVERLAP", str(overlap)).replace("USE", USES[use]))
     text = ended(process := start_ranks(2, [path]))
     assert process.returncode, text
     assert re.search(FAULTS[fault], text), text
