@@ -123,6 +123,26 @@ def _others(made: Mapping[int, int], rank: int) -> list[int]:
     return [start for other, start in made.items() if other != rank] if rank in made else []
 
 
+def _missing(ranks: Sequence[Calls]) -> dict[int, list[tuple[int, Any]]]:
+    """Ranks that have not made a call that others are in: those others, and the call."""
+    missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+    for one, call, other in [(one, call, other) for one in ranks for call in one.active for other in ranks]:
+        made = other.has_made(call)
+        # without calls on the channel it may be no member of the communicator, unless it is the peer
+        if made is False or (made is None and other.record.rank == call["peer"]):
+            missing[other.record.rank].append((one.record.rank, call))
+    return missing
+
+
+def are_at_work(records: Iterable[RankRecord], since: int) -> bool:
+    """True if ranks wait only for others that have gone from line to line of their own code since a time."""
+    ranks = list(map(calls_of, records))
+    missing = _missing(ranks)
+    free = [one for one in ranks if one.record.rank in missing and not one.active]
+    moved = [one.record.state == RankState.RUNS and one.record.header["line_moved"] > since for one in free]
+    return bool(moved) and all(moved) and not different_calls(ranks)
+
+
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits.
 
@@ -133,13 +153,7 @@ def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     if not waiting:
         differing = different_calls(ranks) if any(one.record.text("last_words") for one in ranks) else ""
         return [differing] * bool(differing)
-    missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
-    for one, call in waiting:
-        for other in ranks:
-            made = other.has_made(call)
-            # without calls on the channel it may be no member of the communicator, unless it is the peer
-            if made is False or (made is None and other.record.rank == call["peer"]):
-                missing[other.record.rank].append((one.record.rank, call))
+    missing = _missing(ranks)
     found = [text] if (text := different_calls(ranks)) else []
     by_rank = {one.record.rank: one for one in ranks}
     free = [rank for rank in missing if not (by_rank[rank].active and by_rank[rank].is_well)]

@@ -21,7 +21,7 @@ from functools import cache
 from mpi4py import MPI
 
 from collectives.errors import PeerFailed, PeerLeft
-from collectives.runtime.record.causes import calls_of, causes, different_calls, report, unmatched_call
+from collectives.runtime.record.causes import are_at_work, calls_of, causes, different_calls, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.far_records import Answers, FarRecords
 from collectives.runtime.record.layout import RankState
@@ -36,6 +36,9 @@ PATIENCE = 30.0
 """Seconds without progress after which a report is printed. Again after 2, 8 and 32 times as many."""
 
 TIMES = (1, 2, 8, 32)
+
+AT_WORK = 8
+"""Times as many seconds from which ranks are reported that go from line to line of their own code, as slow ones do."""
 
 LOOK = 1.0
 """Seconds from one look of the thread at the program's line to the next."""
@@ -133,8 +136,10 @@ def _report_if_due(idle: float) -> None:
     if due <= _reports:
         _reports = min(due, _reports)  # after progress, the next long wait is reported again
         return
-    _reports = due
     now, ranks = time.monotonic_ns(), _all_known()
+    if idle < AT_WORK * limit and are_at_work(ranks, now - int(1e9 * limit)):
+        return
+    _reports = due
     due_from = now - 9e8 * limit
     late = [one.rank for one in ranks if any(is_active(call) and call["started"] <= due_from for call in one.calls)]
     if min(late, default=-1) == MPI.COMM_WORLD.Get_rank():

@@ -33,6 +33,7 @@ class Record:
 
     def __init__(self, memory: np.ndarray) -> None:
         self._header, self.entries = parts(memory)
+        self._line_of = 0, False  # last call, and whether it had ended, when the line was noted
         wall, now = time.time_ns(), time.monotonic_ns()
         world = MPI.COMM_WORLD
         values = {
@@ -61,7 +62,11 @@ class Record:
 
     def at_line(self, line: str) -> None:
         """Note the line that the program is at."""
-        self._header["line"], self._header["line_seen"] = line.encode()[:512], time.monotonic_ns()
+        found, now, before = line.encode()[:512], time.monotonic_ns(), self._line_of
+        self._line_of = self.last, self.active is None
+        if found != self._header["line"][0]:
+            self._header["line_moved"] = now if self._line_of == before else 0
+        self._header["line"], self._header["line_seen"] = found, now
 
     @property
     def last(self) -> int:
