@@ -14,6 +14,7 @@ import numpy as np
 
 from collectives.communicator import PREDEFINED, Communicator
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.record.source_line import caller_with_text
 from collectives.runtime.record.writer import record
 
 DELAY = 1.0
@@ -105,7 +106,8 @@ def _watch(name: str, left: list[Fault]) -> None:
         if not left or found is None or found.last + 1 < left[0].call:
             return method(comm, *arguments, **keywords)
         planned = left.pop()
-        print(f"{MARK} {planned} in {name}", file=sys.stderr, flush=True)
+        made = planned._replace(call=found.last + 1)  # the planned number may be that of a call within another
+        print(f"{MARK} {made} in {name}, at {caller_with_text()}", file=sys.stderr, flush=True)
         if planned.kind == "corrupt":
             _flip(arguments)
         return KINDS[planned.kind](lambda: method(comm, *arguments, **keywords), comm)

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.runtime.execution.progress import progress_until
+from collectives.runtime.record.watcher import last_call
 from collectives.runtime.requests.program_end import uncaught_exception
 from collectives.transport.waits import watchers
 from parallel.runtime.call_order import CallOrder, messages, send_to_others
@@ -242,7 +243,7 @@ class MeetingPoint:
         _open_points.discard(self)
         self.order.leave()
         if self._mail is not None and not self.left:
-            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, why[:LONGEST])
+            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, f"{why}{last_call()}"[:LONGEST])
             _unfinished.extend(send_to_others(self._mail, tuple(notice), NOTICE))
 
     @property

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import count
 
-from mpi_launches import ROOT
+from mpi_launches import ROOT, exit_on_signals
 
 from collectives.cli.launcher import ProgramParser, at_least
 from parallel.cli.main import LAUNCH_DEFAULTS
@@ -33,7 +33,7 @@ LAYOUTS = {
 """Ranks and options of trainings."""
 
 LONGEST = 300.0
-"""Seconds of a training."""
+"""Seconds of a training, which otherwise hangs."""
 
 REPORTS = "chorus: ", "cause: ", "Error"
 
@@ -53,11 +53,12 @@ def train(options: Namespace, layout: str) -> tuple[int, str]:
     hosts = ["--per-host", f"{ranks - 1},1", "--slow-host", f"2={options.slow:g}", "--mpi", options.mpi]
     program = ["python", "-m", "parallel.cli.main", "train", "--data", "digits", "--model", "mlp", "--epochs", "6"]
     times = LAUNCH_DEFAULTS | {"CHORUS_PATIENCE": str(options.patience), "PYTHONPATH": str(ROOT)}
-    command = ["timeout", f"{LONGEST:.0f}", "scripts/cluster", *hosts, "--", *program, *words.split()]
-    found = subprocess.run(
-        command, cwd=ROOT, env=os.environ | times, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    command = ["scripts/cluster", *hosts, "--", *program, *words.split()]
+    with exit_on_signals():  # the cluster ends with its script
+        found = subprocess.run(
+            command, cwd=ROOT, env=os.environ | times, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=LONGEST,
+        )  # fmt: skip
     return found.returncode, found.stdout
 
 

@@ -39,6 +39,7 @@ _FIELDS = [
     ("line", "S512"),  # that the program has been at for long: file, number, function, and its text
     ("line_seen", "i8"),  # nanoseconds of the monotonic clock when it was
     ("line_moved", "i8"),  # the same, when it had gone on from another line between the same two calls; 0: it has not
+    ("line_looks", "i8"),  # successive looks at which it was at this line, between the same two calls
 ]
 
 HEADER = np.dtype({"names": [name for name, _ in _FIELDS], "formats": [kind for _, kind in _FIELDS], "itemsize": 4096})

@@ -64,8 +64,10 @@ class Record:
         """Note the line that the program is at."""
         found, now, before = line.encode()[:512], time.monotonic_ns(), self._line_of
         self._line_of = self.last, self.active is None
-        if found != self._header["line"][0]:
-            self._header["line_moved"] = now if self._line_of == before else 0
+        is_new, has_moved = self._line_of != before, found != self._header["line"][0]
+        if is_new or has_moved:
+            self._header["line_moved"], self._header["line_looks"] = 0 if is_new else now, 0
+        self._header["line_looks"] += 1
         self._header["line"], self._header["line_seen"] = found, now
 
     @property

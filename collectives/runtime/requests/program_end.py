@@ -64,10 +64,10 @@ def close_all() -> None:
 
 
 def note_end(error: BaseException | None) -> None:
-    """Note in the record, once, that this rank makes no more calls. If it fails, print which ranks wait for it."""
+    """Note in the record, once, that this rank makes no more calls. If it fails, print how, and which ranks wait."""
     if (found := record()) is not None and not found.has_ended:
         found.end(error)
-        for text in current_causes() if error is not None or _abort_status else ():
+        for text in current_causes(ended=True) if error is not None or _abort_status else ():
             print(f"chorus: {text}", file=sys.stderr)
 
 
@@ -84,10 +84,11 @@ def _finish_active() -> None:
 
 
 def _report_at_exit(error: Exception) -> None:
-    """Print an error with its causes, and let mpi4py end the program with status 1 for it."""
-    sys.excepthook(type(error), error, None)
-    if isinstance(error, Mismatch) and (text := current_unmatched_call()):
+    """Print an error, or the call that explains it, and let mpi4py end the program with status 1 for it."""
+    if text := current_unmatched_call():  # the calls are equal, but a rank has left before the last ones
         print(f"chorus: {text}", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, None)
     _set_abort_status(1)
     note_end(uncaught_exception())
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
