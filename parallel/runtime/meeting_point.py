@@ -243,7 +243,9 @@ class MeetingPoint:
         _open_points.discard(self)
         self.order.leave()
         if self._mail is not None and not self.left:
-            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, f"{why}{last_call()}"[:LONGEST])
+            notice = self.left[self._rank] = Notice(
+                self._met, self._finished, self.order.begun, f"{why}{last_call()}"[:LONGEST]
+            )
             _unfinished.extend(send_to_others(self._mail, tuple(notice), NOTICE))
 
     @property

@@ -98,8 +98,12 @@ comm = Communicator(MPI.COMM_WORLD, shared=False)
 EVEN = ("training-pp", "training-tp")
 """Programs for even numbers of ranks."""
 
+
 class Drilled(NamedTuple):
-    """Program and number of ranks, of an undisturbed run that made these calls on each rank. `start`: of its command."""
+    """Program and number of ranks, of an undisturbed run that made these calls on each rank.
+
+    `start` is the beginning of its command, if that is another one than ``chorus run``.
+    """
 
     path: Path
     ranks: int

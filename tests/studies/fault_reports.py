@@ -143,7 +143,8 @@ def wrong_end(known: Truth, found: Outcome, lines: Sequence[str]) -> str:
     right = [one for one in lines if re.match(rf"rank {rank} {CONDITIONS[kind]}", one)]
     if not right:
         return "not its rank"
-    if others := [one for one in lines if not re.match(rf"rank {rank} |rank \d+ {CONSEQUENCE}", one)]:
+    accepted = rf"rank {rank} |rank \d+ {CONSEQUENCE}|.*, and rank {rank} has not$"
+    if others := [one for one in lines if not re.match(accepted, one)]:
         return f"another cause: {others[0]}"
     if not all(re.search(known.before, one) for one in right):
         return "not its last call"

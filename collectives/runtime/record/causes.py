@@ -70,7 +70,7 @@ class Calls(NamedTuple):
     def has_moved(self, since: int) -> bool:
         """True if the rank has begun or ended a call after a time, or goes on in its own code.
 
-        It stands still there if two looks in succession have found it at one line.
+        It stands still there if two looks in succession have found the same stack.
         """
         record, times = self.record, [*self.calls["started"], *self.calls["ended"], 0]
         stands = record.header["line_looks"] > 1 and record.header["line_seen"] > max(times)

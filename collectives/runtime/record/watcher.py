@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from traceback import walk_stack
 
 from mpi4py import MPI
 
@@ -167,7 +168,8 @@ def _note_line(found: Record, ident: int) -> None:
     """Note the line of a thread. A function of its own, as frames keep what is in them alive."""
     frame = sys._current_frames().get(ident)
     if frame is not None:
-        found.at_line(caller_with_text(frame))
+        stack = hash(tuple((each.f_code.co_filename, each.f_lasti) for each, _ in walk_stack(frame)))
+        found.at_line(caller_with_text(frame), stack)
 
 
 class LineWatch(threading.Thread):

@@ -33,7 +33,7 @@ class Record:
 
     def __init__(self, memory: np.ndarray) -> None:
         self._header, self.entries = parts(memory)
-        self._line_of = 0, False  # last call, and whether it had ended, when the line was noted
+        self._seen_at = 0, False, 0, ""  # last call, True if it had ended, and stack and line, at the last look
         wall, now = time.time_ns(), time.monotonic_ns()
         world = MPI.COMM_WORLD
         values = {
@@ -60,15 +60,14 @@ class Record:
         """Note an exception that has ended the program, a thread, or a function called at the exit."""
         self._header["last_words"] = f"{type(error).__name__}: {error}".partition("\n")[0].encode()[:1024]
 
-    def at_line(self, line: str) -> None:
-        """Note the line that the program is at."""
-        found, now, before = line.encode()[:512], time.monotonic_ns(), self._line_of
-        self._line_of = self.last, self.active is None
-        is_new, has_moved = self._line_of != before, found != self._header["line"][0]
-        if is_new or has_moved:
-            self._header["line_moved"], self._header["line_looks"] = 0 if is_new else now, 0
+    def at_line(self, line: str, stack: int = 0) -> None:
+        """Note the line that the program is at, and a number that differs between stacks."""
+        now, before, self._seen_at = time.monotonic_ns(), self._seen_at, (self.last, self.active is None, stack, line)
+        if before != self._seen_at:
+            self._header["line_moved"] = now if before[:2] == self._seen_at[:2] else 0
+            self._header["line_looks"] = 0
         self._header["line_looks"] += 1
-        self._header["line"], self._header["line_seen"] = found, now
+        self._header["line"], self._header["line_seen"] = line.encode()[:512], now
 
     @property
     def last(self) -> int:
