@@ -14,7 +14,8 @@ import numpy as np
 
 from collectives.communicator import PREDEFINED, Communicator
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
-from collectives.runtime.record.source_line import caller_with_text
+from collectives.runtime.methods.object_methods import NeighborObjectMethods, ObjectMethods
+from collectives.runtime.record.source_line import caller_with_text, is_own
 from collectives.runtime.record.writer import record
 
 DELAY = 1.0
@@ -93,8 +94,10 @@ def inject(planned: Fault) -> None:
     """Let the fault happen in this process, if it is of this rank."""
     if PREDEFINED["COMM_WORLD"].Get_rank() == planned.rank:
         left = [planned]
-        for declaration, form in product(DECLARATIONS, FORMS):
-            _watch(method_name(declaration.name, form), left)
+        objects = [name for kind in (ObjectMethods, NeighborObjectMethods) for name in vars(kind) if name.islower()]
+        names = [method_name(declaration.name, form) for declaration, form in product(DECLARATIONS, FORMS)]
+        for name in [*names, *(name for name in objects if not name.startswith("_"))]:
+            _watch(name, left)
 
 
 def _watch(name: str, left: list[Fault]) -> None:
@@ -103,10 +106,10 @@ def _watch(name: str, left: list[Fault]) -> None:
     @wraps(method)
     def faulty(comm: Any, *arguments: Any, **keywords: Any) -> Any:
         found = record()
-        if not left or found is None or found.last + 1 < left[0].call:
+        if not left or found is None or found.last + 1 < left[0].call or is_own(sys._getframe(1)):
             return method(comm, *arguments, **keywords)
         planned = left.pop()
-        made = planned._replace(call=found.last + 1)  # the planned number may be that of a call within another
+        made = planned._replace(call=found.last + 1)  # the planned number may be of a call within another
         print(f"{MARK} {made} in {name}, at {caller_with_text()}", file=sys.stderr, flush=True)
         if planned.kind == "corrupt":
             _flip(arguments)

@@ -105,8 +105,8 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
-def unmatched_call(ranks: Sequence[Calls]) -> str:
-    """Text on a rank's last call that another rank of the communicator has not made. Empty if there is none."""
+def unmatched_call(ranks: Sequence[Calls]) -> tuple[int, str]:
+    """Rank, and text on its last call, that another rank of the communicator has not made. -1 and "" if none is."""
     last: defaultdict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
     for one in ranks:
         for call in one.calls[-COMPARED:]:
@@ -114,8 +114,8 @@ def unmatched_call(ranks: Sequence[Calls]) -> str:
     for made in last.values():
         ahead, behind = (choose(made, key=lambda rank: made[rank]["turn"]) for choose in (max, min))
         if made[ahead]["turn"] > made[behind]["turn"]:
-            return f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
-    return ""
+            return ahead, f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
+    return -1, ""
 
 
 def slowness(rank: int, ranks: Sequence[Calls]) -> str:

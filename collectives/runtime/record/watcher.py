@@ -110,10 +110,14 @@ def current_causes(ended: bool = False) -> list[str]:
     return found if any(text.startswith(f"rank {me} ") for text in found) else own + found
 
 
-def current_unmatched_call() -> str:
-    """Text on a call that only some ranks of this node have made. Empty if there is none, or if calls differ."""
+def current_unmatched_call() -> tuple[str, bool]:
+    """Text on a call that only some ranks of this node have made, and True if another one that has goes on.
+
+    Empty if there is none, or if calls differ.
+    """
     ranks = list(map(calls_of, _all_known()))
-    return "" if different_calls(ranks) else unmatched_call(ranks)
+    ahead, text = (-1, "") if different_calls(ranks) else unmatched_call(ranks)
+    return text, any(one.record.rank == ahead != MPI.COMM_WORLD.Get_rank() and one.is_well for one in ranks)
 
 
 def last_call() -> str:
