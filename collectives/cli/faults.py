@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.communicator import PREDEFINED, Communicator
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
-from collectives.runtime.methods.object_methods import NeighborObjectMethods, ObjectMethods
+from collectives.runtime.methods.object_methods import ObjectMethods
 from collectives.runtime.record.source_line import caller_with_text, is_own
 from collectives.runtime.record.writer import record
 
@@ -94,9 +94,8 @@ def inject(planned: Fault) -> None:
     """Let the fault happen in this process, if it is of this rank."""
     if PREDEFINED["COMM_WORLD"].Get_rank() == planned.rank:
         left = [planned]
-        objects = [name for kind in (ObjectMethods, NeighborObjectMethods) for name in vars(kind) if name.islower()]
-        names = [method_name(declaration.name, form) for declaration, form in product(DECLARATIONS, FORMS)]
-        for name in [*names, *(name for name in objects if not name.startswith("_"))]:
+        objects = [name for name in vars(ObjectMethods) if name.islower() and not name.startswith("_")]
+        for name in [*objects, *(method_name(each.name, form) for each, form in product(DECLARATIONS, FORMS))]:
             _watch(name, left)
 
 
