@@ -6,7 +6,7 @@ waited for if it has not made a call that another rank is in. If it waits itself
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +150,8 @@ def _waits(waiting: Sequence[tuple[Calls, Any]]) -> str:
 def _missing(ranks: Sequence[Calls]) -> dict[int, list[tuple[Calls, Any]]]:
     """Ranks that have not made a call that others are in: those others, and the call."""
     missing: dict[int, list[tuple[Calls, Any]]] = defaultdict(list)
-    for one, call, other in [(one, call, other) for one in ranks for call in one.active for other in ranks]:
+    waiting = [(one, call) for one in ranks for call in one.active]
+    for (one, call), other in product(waiting, ranks):
         made = other.has_made(call)
         # without calls on the channel it may be no member of the communicator, unless it is the peer
         if made is False or (made is None and other.record.rank == call["peer"]):

@@ -50,7 +50,7 @@ def condition(record: RankRecord, now: int) -> str:
 
 
 def is_waited_for(call: Any) -> bool:
-    """True if a rank waits in a call that it has not ended: a non-blocking one has a peer then, unless it is the MPI's."""
+    """True if a rank waits in a call, not ended yet. A non-blocking one then has a peer, unless it is the MPI's."""
     return bool(call["form"] == BLOCKING or call["peer"] >= 0 or call["algorithm"].startswith(b"native"))
 
 
