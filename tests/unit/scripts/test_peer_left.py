@@ -140,7 +140,7 @@ ROWS = {
         ALONE + r"is stopped, and is in its own code" + ".*" + WAIT,
     ),
     "exit with an unread message": (
-        "if comm.rank == 0: comm.Bcast(x, 0)\nif is_last: sys.exit(3)\ncomm.Allreduce(x, y)",
+        "if is_last: sys.exit(3)\ncomm.Bcast(x, 0)\ncomm.Allreduce(x, y)",
         LEFT + WAIT + r".*program.py:\d+ in",
     ),
     "exit of a request": (
