@@ -7,6 +7,7 @@ CHORUS_PURE=1 none is built, for a wheel that any machine can install.
 import os
 import platform
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -33,19 +34,27 @@ def extensions() -> list[Extension]:
         import numpy
     except ImportError:
         return []
-    folders = {name: name.rpartition(".")[0].replace(".", "/") for name in EXTENSIONS}
-    return [
-        Extension(
-            name,
-            sorted(glob(f"{folders[name]}/*.c")),
-            include_dirs=[numpy.get_include(), "quant/kernels"],
-            depends=sorted(glob(f"{folders[name]}/*.h") + glob("quant/kernels/*.h")),
-            extra_compile_args=FLAGS + own,
-            optional=True,
-        )
-        for name, own in EXTENSIONS.items()
-        if glob(f"{folders[name]}/*.c")
-    ]
+    found = []
+    for name, own in EXTENSIONS.items():
+        folder = name.rpartition(".")[0].replace(".", "/")
+        if sources := sorted(glob(f"{folder}/*.c")):
+            headers = sorted({*glob(f"{folder}/*.h"), *glob("quant/kernels/*.h")})
+            extension = Extension(name, sources, depends=headers, optional=True)
+            extension.include_dirs = [numpy.get_include(), "quant/kernels"]
+            extension.extra_compile_args = FLAGS + own
+            extension.define_macros = digest([*sources, *headers], folder)
+            found.append(extension)
+    return found
+
+
+def digest(files: list[str], folder: str) -> list[tuple[str, str]]:
+    """Macros of ``sources.h``: names of files relative to a folder, and the FNV-1a digest of their bytes."""
+    found = 0xCBF29CE484222325
+    for file in files:
+        for byte in Path(file).read_bytes():
+            found = (found ^ byte) * 0x100000001B3 % (1 << 64)
+    names = "".join(f"{os.path.relpath(file, folder)}\\n" for file in files)
+    return [("SOURCES", f'"{names}"'), ("DIGEST", f"{found:#x}u")]
 
 
 setup(ext_modules=extensions())

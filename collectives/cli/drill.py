@@ -32,7 +32,7 @@ from collectives.cli.arguments import names_of
 from collectives.cli.faults import KINDS, MARK, Fault
 from collectives.cli.launcher import ProgramParser, at_least
 from collectives.runtime.record.causes import causes
-from collectives.runtime.record.reader import in_folder
+from collectives.runtime.record.reader import ProcessState, in_folder
 
 PATIENCE, TIMEOUT = 2.0, 4.0
 """Seconds after which a run reports, and ends, if nothing moves."""
@@ -81,9 +81,16 @@ def parse(words: Sequence[str] | None = None) -> Namespace:
     return options
 
 
-def launch(ranks: int, program: Sequence[str], folder: Path, longest: float, planned: Fault | None = None) -> Outcome:
-    """Run a program, with records in a folder, for so many seconds at most."""
-    command = [sys.executable, "-m", "parallel.cli.main", "run", "-n", str(ranks)]
+def launch(
+    ranks: int,
+    program: Sequence[str],
+    folder: Path,
+    longest: float,
+    planned: Fault | None = None,
+    start: Sequence[str] = (),
+) -> Outcome:
+    """Run a program, with records in a folder, for so many seconds at most. `start`: of another command for it."""
+    command = [*start] or [sys.executable, "-m", "parallel.cli.main", "run", "-n", str(ranks)]
     command += [*([] if planned is None else ["--fault", str(planned)]), *program]
     times = {"CHORUS_PATIENCE": str(PATIENCE), "CHORUS_TIMEOUT": str(TIMEOUT), "CHORUS_RECORD": str(folder)}
     began, reported, text, status = time.monotonic(), 0.0, "", None
@@ -113,7 +120,8 @@ def report_of(text: str, status: int | None, folder: Path) -> str:
     found = [match for match in map(REPORTS.search, text.splitlines()) if match]
     caused = [match[0] for match in found if match["cause"]]
     if not caused and status:
-        caused = [f"records: {cause}" for cause in causes(in_folder(folder), time.monotonic_ns())]
+        ended = [one._replace(process=ProcessState.HAS_ENDED) for one in in_folder(folder)]
+        caused = [f"records: {cause}" for cause in causes(ended, time.monotonic_ns())]
     return (caused or [match[0].strip() for match in found] or [""])[0]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from collectives.communicator import PREDEFINED, Communicator
 from collectives.runtime.methods.collective_forms import DECLARATIONS, FORMS, method_name
+from collectives.runtime.methods.object_methods import ObjectMethods
+from collectives.runtime.record.source_line import caller_with_text, is_own
 from collectives.runtime.record.writer import record
 
 DELAY = 1.0
@@ -92,8 +94,9 @@ def inject(planned: Fault) -> None:
     """Let the fault happen in this process, if it is of this rank."""
     if PREDEFINED["COMM_WORLD"].Get_rank() == planned.rank:
         left = [planned]
-        for declaration, form in product(DECLARATIONS, FORMS):
-            _watch(method_name(declaration.name, form), left)
+        objects = [name for name in vars(ObjectMethods) if name.islower() and not name.startswith("_")]
+        for name in [*objects, *(method_name(each.name, form) for each, form in product(DECLARATIONS, FORMS))]:
+            _watch(name, left)
 
 
 def _watch(name: str, left: list[Fault]) -> None:
@@ -102,10 +105,11 @@ def _watch(name: str, left: list[Fault]) -> None:
     @wraps(method)
     def faulty(comm: Any, *arguments: Any, **keywords: Any) -> Any:
         found = record()
-        if not left or found is None or found.last + 1 < left[0].call:
+        if not left or found is None or found.last + 1 < left[0].call or is_own(sys._getframe(1)):
             return method(comm, *arguments, **keywords)
         planned = left.pop()
-        print(f"{MARK} {planned} in {name}", file=sys.stderr, flush=True)
+        made = planned._replace(call=found.last + 1)  # the planned number may be of a call within another
+        print(f"{MARK} {made} in {name}, at {caller_with_text()}", file=sys.stderr, flush=True)
         if planned.kind == "corrupt":
             _flip(arguments)
         return KINDS[planned.kind](lambda: method(comm, *arguments, **keywords), comm)

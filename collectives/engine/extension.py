@@ -18,7 +18,7 @@ engine: Any
 
 try:
     engine = import_module("collectives.engine._engine")
-except ImportError:
+except ModuleNotFoundError:  # other errors are those of an engine that does not fit
     engine = None
 
 MPI_FUNCTIONS = "MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Get_count"

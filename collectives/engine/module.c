@@ -4,6 +4,7 @@
 
 #include "memory.h"
 #include "program.h"
+#include "sources.h"
 
 extern PyType_Spec program_spec, call_table_spec;
 
@@ -111,6 +112,7 @@ static PyMethodDef functions[] = {
 };
 
 static int fill(PyObject *module) {
+    if (check_sources("collectives.engine._engine") < 0) return -1;
     find_copies();
     PyObject *program = PyType_FromModuleAndSpec(module, &program_spec, NULL);
     PyObject *table = PyType_FromModuleAndSpec(module, &call_table_spec, NULL);

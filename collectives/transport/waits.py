@@ -33,8 +33,11 @@ LOOKS = 10
 STALL = 0.25
 """Seconds from one call of `Awaited.stall` to the next."""
 
-LONGEST_NAP = 4e-3
+LONGEST_NAP = 16e-3
 """Seconds of such a nap. The first one is short, each other one twice as long as the one before."""
+
+NAPS = 128
+"""Least naps in a time as long as the wait has lasted: its end is noticed at most so much later."""
 
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _cores_are_shared = False
@@ -241,6 +244,6 @@ class Pauses:
         if not self.is_long:
             self._next_look, self._nap = now + LONG / LOOKS, NAP
             return
-        self._nap = min(2 * self._nap, LONGEST_NAP)
+        self._nap = min(2 * self._nap, (now - self._moved) / NAPS, LONGEST_NAP)
         left = self._nap if self._deadline is None else self._deadline.end - now
         time.sleep(min(self._nap, left))

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from collectives.errors import WAIT_ERRORS
 from collectives.runtime.execution.message_wait import MessageWait
+from collectives.runtime.record.watcher import last_call
 from collectives.runtime.record.writer import record
 from collectives.runtime.requests.program_end import uncaught_exception
 from collectives.transport.waits import watchers
@@ -263,9 +264,10 @@ class MeetingPoint:
         _open_points.discard(self)
         self.order.leave()
         if self._mail is not None and not self.left:
-            why = (what if error is None else f"{what}: {text_of(error)}")[:LONGEST]
+            why = what if error is None else f"{what}: {text_of(error)}"
             of_death = isinstance(error, WAIT_ERRORS)
-            notice = self.left[self._rank] = Notice(self._met, self._finished, self.order.begun, why, of_death)
+            notice = Notice(self._met, self._finished, self.order.begun, f"{why}{last_call()}"[:LONGEST], of_death)
+            self.left[self._rank] = notice
             _unfinished.extend(send_to_others(self._mail, tuple(notice), NOTICE))
 
     @property

@@ -7,16 +7,18 @@ in any order.
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from quant.formats import MINIFLOATS
-from quant.kernels import _codecs as c  # type: ignore[attr-defined]
 from quant.kernels import reference_clusters, reference_codecs
 from quant.kernels.reference_codecs import Code, LinearCode, ScaleRule
 from quant.spec.quant_spec import ROUNDINGS
 from quant.types import Array
+
+c: Any = import_module("quant.kernels._codecs")
 
 FORMS = ("fp32", "fp16", "bf16", "e8m0", "e4m3", "whole", "octaves")
 """Formats of scales that `quantize_groups` stores, with their numbers in encode.c."""

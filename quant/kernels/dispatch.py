@@ -53,7 +53,7 @@ class Kernels:
     modules : str
         Name of the module of each form (`compiled=`, `device=`). Its mapping ``KERNELS`` has the functions by name.
         They raise `Unsuited` for arguments that only the reference takes. The module is imported at the first call.
-        Where that fails, without the extension or without CuPy, the form has no kernels.
+        Without the extension, or without CuPy, the form has no kernels.
     """
 
     def __init__(self, **modules: str):
@@ -64,7 +64,9 @@ class Kernels:
         """Kernels of a form by name. None if it cannot be imported."""
         try:
             found: Mapping[str, Callable[..., Any]] = import_module(self._modules[form]).KERNELS
-        except ImportError:
+        except ImportError as error:
+            if form == "compiled" and not isinstance(error, ModuleNotFoundError):
+                raise  # it was built from other sources
             return {}
         return found
 

@@ -20,6 +20,7 @@
 #include <numpy/arrayobject.h>
 
 #include "kernel.h"
+#include "sources.h"
 
 typedef double (*Run)(const Argument *arguments); /* the result is a Python float */
 
@@ -125,6 +126,7 @@ static PyMethodDef kernel_method = {"kernel", (PyCFunction)(void (*)(void))call_
 /* Add each kernel of a table, which ends with a row without a name, to a new module. */
 static PyObject *kernel_module(PyModuleDef *definition, const Kernel *kernels) {
     import_array();
+    if (check_sources(definition->m_name) < 0) return NULL;
     PyObject *module = PyModule_Create(definition), *dispatch = PyImport_ImportModule("quant.kernels.dispatch");
     if (!module || !dispatch || !(unsuited = PyObject_GetAttrString(dispatch, "Unsuited")))
         goto failed;

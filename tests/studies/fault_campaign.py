@@ -1,25 +1,27 @@
-"""Campaign of seeded faults, in real runs and in simulated ones: check that the rank and a call are named in time.
+"""Campaign of seeded faults, in real runs and in simulated ones: check that rank, call and line are named in time.
 
 python tests/studies/fault_campaign.py --simulated 1000
 python tests/studies/fault_campaign.py --times 40 --seed 1
 python tests/studies/fault_campaign.py --programs training-pp,training-ps --kinds kill,stop --ranks 4
+python tests/studies/fault_campaign.py --times 40 --per-host 2,2
 
 Each real run has a random program, kind of fault, rank, call and number of ranks. A line for each, then a table by
-kind. The exit status is 1 if a fault was not reported as it should be. The MPI is that of this Python: call each one's
-in turn.
+kind. The exit status is 1 if a fault was not reported as it should be (`fault_reports`). The MPI is that of this
+Python: call each one's in turn. With --per-host runs are on an emulated cluster (`scripts/cluster`).
 """
 
 import os
 import random
-import re
 import sys
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from fault_reports import is_own_error, wrong
 from mpi_launches import ROOT
 from simulated_faults import SimulatedRun
 from simulated_faults import wrong as not_named
@@ -96,71 +98,33 @@ comm = Communicator(MPI.COMM_WORLD, shared=False)
 EVEN = ("training-pp", "training-tp")
 """Programs for even numbers of ranks."""
 
-ENDS = 10.0
-"""Seconds at most from a fault to the end."""
-
-CONDITIONS = {
-    "stop": "is stopped",
-    "exit": "has left (the program|a call in the middle: SystemExit)",
-    "raise": "has ended by InjectedFault",
-}
-
-
-def wrong(planned: Fault, found: Outcome) -> str:
-    """Text on what is wrong with the report of a fault, or with its time. Empty if nothing is."""
-    kind, rank, report = planned.kind, rf"\brank {planned.rank}\b", found.report
-    if found.status is None or found.ended > ENDS:
-        return f"ended after {found.ended:.1f} s"
-    if kind == "delay":
-        return f"status {found.status}" if found.status else ""
-    # the last call, or one whose data other ranks do not need; a program may not look at its data
-    if kind == "corrupt" or (kind in ("skip", "more", "diverge") and not found.status):
-        return ""
-    if not found.status or not report:
-        return "no report"
-    if found.reported > TIMEOUT + 2:
-        return f"reported after {found.reported:.1f} s"
-    if kind in CONDITIONS and not re.search(rf"{rank} {CONDITIONS[kind]}", found.text + report):
-        return "not its rank"
-    if kind == "kill" and not re.search(rf"{rank} has died|{rank}.*(killed|signal)", found.text + report, re.I):
-        return "not its rank"
-    if is_own_error(planned, found):
-        return ""
-    if kind in ("skip", "more", "diverge") and not re.search(rank, report):
-        return "not its rank"
-    has_call = "#" in report or "before its first call" in report or "a call in the middle" in found.text
-    if not has_call and not (kind == "kill" and "killed" in report):
-        return "no call"
-    return "" if kind != "raise" or re.search(r'program\.py", line \d+', found.text) else "no line"
-
-
-def is_own_error(planned: Fault, found: Outcome) -> bool:
-    """True if the data of a wrong call have led to an error of the program itself, at a line of it."""
-    is_other = "rank" in found.report or found.report.startswith("collectives.")
-    return planned.kind in ("skip", "more", "diverge") and not is_other and 'program.py", line' in found.text
-
 
 class Drilled(NamedTuple):
-    """Program and number of ranks, of an undisturbed run that made so many calls on each rank."""
+    """Program and number of ranks, of an undisturbed run that made these calls on each rank.
+
+    `start` is the beginning of its command, if that is another one than ``chorus run``.
+    """
 
     path: Path
     ranks: int
-    seconds: float
-    calls: dict[int, int]
+    start: Sequence[str]
+    seconds: float = 120.0
+    calls: Mapping[int, np.ndarray] = {}
 
-    @classmethod
-    def of(cls, path: Path, ranks: int) -> "Drilled":
+    def measured(self) -> "Drilled":
+        """Run the program without a fault."""
         with tempfile.TemporaryDirectory(prefix="chorus-campaign-") as name:
-            found = launch(ranks, [str(path)], Path(name), 120.0)
+            found = launch(self.ranks, [str(self.path)], Path(name), self.seconds, start=self.start)
             if found.status != 0:
-                raise SystemExit(f"{path.name} on {ranks} ranks: status {found.status}\n{found.text}")
-            return cls(path, ranks, found.ended, {one.rank: int(one.header["last"]) for one in in_folder(Path(name))})
+                raise SystemExit(f"{self.path.name} on {self.ranks} ranks: status {found.status}\n{found.text}")
+            calls = {one.rank: one.calls for one in in_folder(Path(name))}
+            return self._replace(seconds=found.ended, calls=calls)
 
     def struck(self, planned: Fault) -> Outcome:
         """Outcome of a run with a fault."""
         with tempfile.TemporaryDirectory(prefix="chorus-campaign-") as name:
             longest = self.seconds + TIMEOUT + LONGEST
-            return launch(self.ranks, [str(self.path)], Path(name), longest, planned)
+            return launch(self.ranks, [str(self.path)], Path(name), longest, planned, self.start)
 
 
 def parse(words: Sequence[str] | None = None) -> Namespace:
@@ -171,8 +135,12 @@ def parse(words: Sequence[str] | None = None) -> Namespace:
     add("--times", type=at_least(1, int), default=40, metavar="N")
     add("--seed", type=at_least(0, int), default=0)
     add("--ranks", type=at_least(2, int), nargs="+", default=[2, 3, 4])
+    add("--per-host", metavar="N,N", help="emulated hosts with so many ranks each, in place of this one")
     add("--simulated", type=at_least(1, int), metavar="N", help="faults of simulated ranks, in place of real runs")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.per_host:
+        options.ranks = [sum(map(int, options.per_host.split(",")))]
+    return options
 
 
 Table = Counter[tuple[str, str]]
@@ -213,6 +181,8 @@ def main() -> int:
     rng, table = random.Random(options.seed), Table()
     longest = dict.fromkeys(options.kinds, 0.0)
     usual: dict[tuple[str, int], Drilled] = {}
+    cluster = [str(ROOT / "scripts/cluster"), "--per-host", options.per_host, "--", "python", "-m", "collectives"]
+    start = cluster if options.per_host else []
     with tempfile.TemporaryDirectory(prefix="chorus-programs-") as folder:
         for _ in range(options.times):
             name, kind, ranks = (rng.choice(some) for some in (options.programs, options.kinds, options.ranks))
@@ -220,18 +190,18 @@ def main() -> int:
             if (name, ranks) not in usual:
                 (path := Path(folder) / name / "program.py").parent.mkdir(exist_ok=True)
                 path.write_text(PROGRAMS[name])
-                usual[name, ranks] = Drilled.of(path, ranks)
+                usual[name, ranks] = Drilled(path, ranks, start).measured()
             drilled = usual[name, ranks]
-            rank = rng.choice([rank for rank, count in sorted(drilled.calls.items()) if count])
-            planned = Fault(kind, rank, rng.randint(1, drilled.calls[rank]))
+            rank = rng.choice([rank for rank, calls in sorted(drilled.calls.items()) if len(calls)])
+            planned = Fault(kind, rank, rng.randint(1, int(drilled.calls[rank]["number"][-1])))
             found = drilled.struck(planned)
-            problem = wrong(planned, found)
+            problem = wrong(planned, found, drilled.calls, PROGRAMS[name])
             reported = f"{found.reported:.1f} s" if found.report else "-"
             text = f"{name:<14} {ranks} ranks {planned!s:<13} {reported:>6} {found.ended:5.1f} s {problem or 'right'}"
             print(f"{text}: {found.report[:160]}", flush=True)
             if problem:
                 print(found.text)
-            table[kind, "missed" if problem else "own error" if is_own_error(planned, found) else "right"] += 1
+            table[kind, "missed" if problem else "own error" if is_own_error(found) else "right"] += 1
             longest[kind] = max(longest[kind], found.ended)
     return print_table(options.kinds, table, longest)
 

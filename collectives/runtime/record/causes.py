@@ -6,15 +6,15 @@ waited for if it has not made a call that another rank is in. If it waits itself
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives.engine.instructions import CallState
-from collectives.runtime.record.conditions import condition, describe_call, is_stopped
+from collectives.runtime.record.conditions import condition, describe_call, is_stopped, is_waited_for, line_since
 from collectives.runtime.record.layout import RankState
-from collectives.runtime.record.reader import RankRecord, is_active
+from collectives.runtime.record.reader import ProcessState, RankRecord, is_active
 from collectives.units import format_time
 
 COMPARED = 32
@@ -42,7 +42,7 @@ def place(call: Any) -> Place:
     return communicator, channel, turn
 
 
-def _facts(call: Any) -> tuple[Any, ...]:
+def facts(call: Any) -> tuple[Any, ...]:
     """Properties of a call that are equal on all ranks."""
     nbytes = None if call["collective"] in OF_OWN_LENGTH else call["nbytes"]
     return *(call[name] for name in ("collective", "root", "dtype", "op", "algorithm")), nbytes
@@ -63,6 +63,21 @@ class Calls(NamedTuple):
         return bool(same["turn"].max() >= call["turn"]) if len(same) else None
 
     @property
+    def is_waiting(self) -> bool:
+        """True if the rank waits in a call: it may have started others, and be in its own code."""
+        return any(map(is_waited_for, self.active))
+
+    def has_moved(self, since: int) -> bool:
+        """True if the rank has begun or ended a call after a time, or goes on in its own code.
+
+        It stands still there if two looks in succession have found the same stack.
+        """
+        record, times = self.record, [*self.calls["started"], *self.calls["ended"], 0]
+        stands = record.header["line_looks"] > 1 and record.header["line_seen"] > max(times)
+        goes_on = not self.is_waiting and (not stands or record.header["line_moved"] > since)
+        return max(times) > since or (goes_on and self.is_well and record.process != ProcessState.IS_SILENT)
+
+    @property
     def is_well(self) -> bool:
         """True unless the rank has ended, or is stopped."""
         record = self.record
@@ -81,7 +96,7 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     for one in ranks:
         for call in one.calls[-COMPARED:]:
             if call["form"] != PERSISTENT or call["channel"] >= 0:  # their order may differ without an error
-                found[place(call)].setdefault(_facts(call), (one.record.rank, call))
+                found[place(call)].setdefault(facts(call), (one.record.rank, call))
     differing = [tuple(made.values()) for made in found.values() if len(made) > 1]
     if not differing:
         return ""
@@ -90,8 +105,8 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
-def unmatched_call(ranks: Sequence[Calls]) -> str:
-    """Text on a rank's last call that another rank of the communicator has not made. Empty if there is none."""
+def unmatched_call(ranks: Sequence[Calls]) -> tuple[int, str]:
+    """Rank, and text on its last call, that another rank of the communicator has not made. -1 and "" if none is."""
     last: defaultdict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
     for one in ranks:
         for call in one.calls[-COMPARED:]:
@@ -99,8 +114,8 @@ def unmatched_call(ranks: Sequence[Calls]) -> str:
     for made in last.values():
         ahead, behind = (choose(made, key=lambda rank: made[rank]["turn"]) for choose in (max, min))
         if made[ahead]["turn"] > made[behind]["turn"]:
-            return f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
-    return ""
+            return ahead, f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
+    return -1, ""
 
 
 def slowness(rank: int, ranks: Sequence[Calls]) -> str:
@@ -123,6 +138,40 @@ def _others(made: Mapping[int, int], rank: int) -> list[int]:
     return [start for other, start in made.items() if other != rank] if rank in made else []
 
 
+def _waits(waiting: Sequence[tuple[Calls, Any]]) -> str:
+    """Text on ranks that wait for another one, by their calls: the first call, and its line if one has noted that."""
+    ranks = sorted({one.record.rank for one, _ in waiting})
+    same = [(one, call) for one, call in waiting if place(call) == place(waiting[0][1])]
+    at = next(filter(None, (line_since(one.record, call["started"]) for one, call in same)), "")
+    who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))} wait{'s'[len(ranks) > 1 :]}"
+    return f"{who} for it in {describe_call(same[0][1])}{at}"
+
+
+def _missing(ranks: Sequence[Calls]) -> dict[int, list[tuple[Calls, Any]]]:
+    """Ranks that have not made a call that others are in: those others, and the call."""
+    missing: dict[int, list[tuple[Calls, Any]]] = defaultdict(list)
+    waiting = [(one, call) for one in ranks for call in one.active]
+    for (one, call), other in product(waiting, ranks):
+        made = other.has_made(call)
+        # without calls on the channel it may be no member of the communicator, unless it is the peer
+        if made is False or (made is None and other.record.rank == call["peer"]):
+            missing[other.record.rank].append((one, call))
+    return missing
+
+
+def are_at_work(records: Iterable[RankRecord], since: int) -> bool:
+    """True if ranks that wait since before a time wait only for others that have moved after it.
+
+    Those have begun or ended a call, or have gone from line to line of their own code.
+    """
+    ranks = list(map(calls_of, records))
+    waiting = [(one, call) for one in ranks for call in one.active if call["started"] <= since and is_waited_for(call)]
+    long = {one.record.rank for one, _ in waiting}
+    awaited = set(_missing(ranks)).union(int(call["peer"]) for _, call in waiting) - long
+    moved = [one.has_moved(since) for one in ranks if one.record.rank in awaited]
+    return bool(moved) and all(moved) and not different_calls(ranks)
+
+
 def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     """Sentences on why ranks wait, at a time of the monotonic clock. Empty if no rank waits.
 
@@ -133,21 +182,13 @@ def causes(records: Iterable[RankRecord], now: int) -> list[str]:
     if not waiting:
         differing = different_calls(ranks) if any(one.record.text("last_words") for one in ranks) else ""
         return [differing] * bool(differing)
-    missing: dict[int, list[tuple[int, Any]]] = defaultdict(list)
-    for one, call in waiting:
-        for other in ranks:
-            made = other.has_made(call)
-            # without calls on the channel it may be no member of the communicator, unless it is the peer
-            if made is False or (made is None and other.record.rank == call["peer"]):
-                missing[other.record.rank].append((one.record.rank, call))
+    missing = _missing(ranks)
     found = [text] if (text := different_calls(ranks)) else []
     by_rank = {one.record.rank: one for one in ranks}
-    free = [rank for rank in missing if not (by_rank[rank].active and by_rank[rank].is_well)]
+    free = [rank for rank in missing if not (by_rank[rank].is_waiting and by_rank[rank].is_well)]
     for rank in free:
-        who = {waiter for waiter, _ in missing[rank]}
-        wait = f"rank{'s'[: len(who) > 1]} {', '.join(map(str, sorted(who)))} wait{'s'[len(who) > 1 :]}"
         text = f"{condition(by_rank[rank].record, now)}{slowness(rank, ranks) if by_rank[rank].is_well else ''}"
-        found.append(f"rank {rank} {text}; {wait} for it in {describe_call(missing[rank][0][1])}")
+        found.append(f"rank {rank} {text}; {_waits(missing[rank])}")
     if missing and not free:
         texts = [f"rank {rank} {condition(by_rank[rank].record, now)}" for rank in missing]
         found.append(f"ranks wait for each other in different calls: {'; '.join(texts)}")

@@ -44,7 +44,7 @@ SIOCGIFADDR = 0x8915
 
 _PREFIX = struct.Struct("=qi")  # time of the monotonic clock, records
 _ENTRY = struct.Struct("=ii")  # state of the process, calls
-_TIMES = ("opened", "line_seen")
+_TIMES = ("opened", "line_seen", "line_moved")
 
 
 class Address(NamedTuple):

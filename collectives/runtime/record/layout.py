@@ -42,6 +42,8 @@ _FIELDS = [
     ("last_words", "S1024"),  # of an exception that has ended the rank, or one of its threads
     ("line", "S512"),  # that the program has been at for long: file, number, function, and its text
     ("line_seen", "i8"),  # nanoseconds of the monotonic clock when it was
+    ("line_moved", "i8"),  # the same, when it had gone on since the look before, between the same two calls, or 0
+    ("line_looks", "i8"),  # successive looks at which it was at this line, by the same stack, between the same calls
 ]
 
 HEADER = np.dtype({"names": [name for name, _ in _FIELDS], "formats": [kind for _, kind in _FIELDS], "itemsize": 4096})

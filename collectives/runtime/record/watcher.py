@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from traceback import walk_stack
 
 from mpi4py import MPI
 
 from collectives.errors import PeerFailed, PeerLeft
-from collectives.runtime.record.causes import calls_of, causes, different_calls, report, unmatched_call
-from collectives.runtime.record.conditions import condition
+from collectives.runtime.record.causes import are_at_work, calls_of, causes, different_calls, report, unmatched_call
+from collectives.runtime.record.conditions import after, condition
 from collectives.runtime.record.far_records import Answers, FarRecords
 from collectives.runtime.record.layout import RankState
 from collectives.runtime.record.reader import RankRecord, is_active, map_record, running
@@ -36,6 +37,9 @@ PATIENCE = 30.0
 """Seconds without progress after which a report is printed. Again after 2, 8 and 32 times as many."""
 
 TIMES = (1, 2, 8, 32)
+
+AT_WORK = 8
+"""Times as many seconds until the first report if the ranks that are waited for have moved meanwhile, as slow ones."""
 
 LOOK = 1.0
 """Seconds from one look of the thread at the program's line to the next."""
@@ -83,27 +87,43 @@ def look(label: str, peers: Mapping[int, tuple[int, int]], idle: float) -> None:
         if not (has_left or has_died):
             _left_since.pop(world, None)
         elif time.monotonic() - _left_since.setdefault(world, time.monotonic()) > SETTLED:  # its last messages may come
-            raise _error(label, rank, found if has_left else None)
+            raise _error(label, rank, world, found, has_left)
     _report_if_due(idle)
 
 
-def _error(label: str, rank: int, found: RankRecord | None) -> PeerLeft | PeerFailed:
-    if found is None:
-        return PeerFailed(MPI.ERR_OTHER, f"{label}: the process of rank {rank} has ended, and this one waits for it")
-    text = f"{label}: rank {rank} has left the program, and this one waits for it"
-    differing = different_calls(list(map(calls_of, _all_known())))  # then it has left as a consequence
-    why = differing or f"rank {found.rank} {condition(found, time.monotonic_ns())}"
-    return PeerLeft(MPI.ERR_OTHER, f"{text}\ncause: {why}")
+def _error(label: str, rank: int, world: int, found: RankRecord | None, has_left: bool) -> PeerLeft | PeerFailed:
+    known, now = _all_known(), time.monotonic_ns()
+    why = different_calls(list(map(calls_of, known))) if has_left else ""  # then it has left as a consequence
+    why = why or next((text for text in causes(known, now) if text.startswith(f"rank {world} ")), "")
+    if not why and found is not None:
+        why = f"rank {world} {condition(found, now)}"
+    how = f"rank {rank} has left the program" if has_left else f"the process of rank {rank} has ended"
+    text = f"{label}: {how}, and this one waits for it" + f"\ncause: {why}" * bool(why)
+    return PeerLeft(MPI.ERR_OTHER, text) if has_left else PeerFailed(MPI.ERR_OTHER, text)
 
 
-def current_causes() -> list[str]:
-    """Sentences on why ranks of this node wait."""
-    return causes(_all_known(), time.monotonic_ns())
+def current_causes(ended: bool = False) -> list[str]:
+    """Sentences on why ranks of this node wait. If this one has `ended`, also on its end."""
+    known, now = _all_known(), time.monotonic_ns()
+    found, me = causes(known, now), MPI.COMM_WORLD.Get_rank()
+    own = [f"rank {me} {condition(one, now)}" for one in known if ended and one.rank == me]
+    return found if any(text.startswith(f"rank {me} ") for text in found) else own + found
 
 
-def current_unmatched_call() -> str:
-    """Text on a call that only some ranks of this node have made. Empty if there is none."""
-    return unmatched_call(list(map(calls_of, _all_known())))
+def current_unmatched_call() -> tuple[str, bool]:
+    """Text on a call that only some ranks of this node have made, and True if another one that has goes on.
+
+    Empty if there is none, or if calls differ.
+    """
+    ranks = list(map(calls_of, _all_known()))
+    ahead, text = (-1, "") if different_calls(ranks) else unmatched_call(ranks)
+    return text, any(one.record.rank == ahead != MPI.COMM_WORLD.Get_rank() and one.is_well for one in ranks)
+
+
+def last_call() -> str:
+    """Text on the last call of this rank, after a comma. Empty without a record."""
+    mine = neighbours().get(MPI.COMM_WORLD.Get_rank())
+    return "" if mine is None else after(mine)
 
 
 def _all_known() -> list[RankRecord]:
@@ -133,8 +153,10 @@ def _report_if_due(idle: float) -> None:
     if due <= _reports:
         _reports = min(due, _reports)  # after progress, the next long wait is reported again
         return
-    _reports = due
     now, ranks = time.monotonic_ns(), _all_known()
+    if idle < AT_WORK * limit and are_at_work(ranks, now - int(1e9 * limit)):
+        return
+    _reports = due
     due_from = now - 9e8 * limit
     late = [one.rank for one in ranks if any(is_active(call) and call["started"] <= due_from for call in one.calls)]
     if min(late, default=-1) == MPI.COMM_WORLD.Get_rank():
@@ -150,7 +172,8 @@ def _note_line(found: Record, ident: int) -> None:
     """Note the line of a thread. A function of its own, as frames keep what is in them alive."""
     frame = sys._current_frames().get(ident)
     if frame is not None:
-        found.at_line(caller_with_text(frame))
+        stack = hash(tuple((each.f_code.co_filename, each.f_lasti) for each, _ in walk_stack(frame)))
+        found.at_line(caller_with_text(frame), stack)
 
 
 class LineWatch(threading.Thread):

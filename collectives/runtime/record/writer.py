@@ -34,6 +34,7 @@ class Record:
 
     def __init__(self, memory: np.ndarray) -> None:
         self._header, self.entries = parts(memory)
+        self._seen_at = 0, False, 0, ""  # last call, True if it had ended, and stack and line, at the last look
         wall, now = time.time_ns(), time.monotonic_ns()
         world = MPI.COMM_WORLD
         values = {
@@ -83,9 +84,14 @@ class Record:
         """Note an exception that has ended the program, a thread, or a function called at the exit."""
         self._header["last_words"] = f"{type(error).__name__}: {error}".partition("\n")[0].encode()[:1024]
 
-    def at_line(self, line: str) -> None:
-        """Note the line that the program is at."""
-        self._header["line"], self._header["line_seen"] = line.encode()[:512], time.monotonic_ns()
+    def at_line(self, line: str, stack: int = 0) -> None:
+        """Note the line that the program is at, and a number that differs between stacks."""
+        now, before, self._seen_at = time.monotonic_ns(), self._seen_at, (self.last, self.active is None, stack, line)
+        if before != self._seen_at:
+            self._header["line_moved"] = now if before[:2] == self._seen_at[:2] else 0
+            self._header["line_looks"] = 0
+        self._header["line_looks"] += 1
+        self._header["line"], self._header["line_seen"] = line.encode()[:512], now
 
     @property
     def last(self) -> int:

@@ -28,6 +28,9 @@ from collectives.runtime.requests.native_requests import free_unused_handles
 PATIENCE = 0.5
 """Seconds that other threads have to leave their collectives after the main thread has failed."""
 
+NOTICED = 3.0
+"""Seconds in which waiting ranks notice that this one has left."""
+
 QUIET = 0.1
 """Seconds without any thread in a collective after which they count as left: a thread may be between two of them."""
 
@@ -64,10 +67,10 @@ def close_all() -> None:
 
 
 def note_end(error: BaseException | None) -> None:
-    """Note in the record, once, that this rank makes no more calls. If it fails, print which ranks wait for it."""
+    """Note in the record, once, that this rank makes no more calls. If it fails, print how, and which ranks wait."""
     if (found := record()) is not None and not found.has_ended:
         found.end(error)
-        for text in current_causes() if error is not None or _abort_status else ():
+        for text in current_causes(ended=True) if error is not None or _abort_status else ():
             print(f"chorus: {text}", file=sys.stderr)
 
 
@@ -84,12 +87,20 @@ def _finish_active() -> None:
 
 
 def _report_at_exit(error: Exception) -> None:
-    """Print an error with its causes, and let mpi4py end the program with status 1 for it."""
-    sys.excepthook(type(error), error, None)
-    if isinstance(error, Mismatch) and (text := current_unmatched_call()):
+    """Print an error, or the call that explains it, and let mpi4py end the program with status 1 for it.
+
+    Others may wait for this rank, which has left before them: they have the time to raise `PeerLeft`.
+    """
+    text, _ = current_unmatched_call()
+    if text:
         print(f"chorus: {text}", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, None)
     _set_abort_status(1)
     note_end(uncaught_exception())
+    end = time.monotonic() + NOTICED
+    while current_unmatched_call()[1] and time.monotonic() < end:
+        time.sleep(0.05)
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
         with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed
             stream.flush()

@@ -7,14 +7,16 @@ and memory layouts, the functions of this module shapes. Other arguments raise `
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from parallel.nn.kernels import _operators as c  # type: ignore[attr-defined]
 from parallel.nn.kernels import reference_kernels
 from quant.kernels.dispatch import Unsuited
 from quant.types import Array
+
+c: Any = import_module("parallel.nn.kernels._operators")
 
 F = np.float32
 

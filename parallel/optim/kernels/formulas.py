@@ -5,6 +5,7 @@ Every operation rounds by itself, so that results do not depend on where a vecto
 
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +18,8 @@ from quant.types import Array
 host: ModuleType | None = None
 """Extension module of the formulas for NumPy arrays. None where it was not built."""
 
-with suppress(ImportError):
-    from parallel.optim.kernels import _updates as host  # type: ignore[attr-defined,no-redef]
+with suppress(ModuleNotFoundError):
+    host = import_module("parallel.optim.kernels._updates")
 
 Formula = Callable[..., None]
 """Function of vectors of equal length (it updates some in place) and of `Scalars`, the last argument."""

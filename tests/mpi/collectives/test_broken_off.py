@@ -18,6 +18,7 @@ from collectives.engine.extension import available
 from collectives.engine.instructions import DONE, RESULT_BITS, WAITING
 from collectives.errors import InvalidArgument, RanksDisagree
 from collectives.runtime.execution.progress import progress_lock
+from collectives.runtime.record.writer import record
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 
 SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until those that it waits for come
@@ -25,11 +26,13 @@ SOON, LATER = 0.1, 0.6  # seconds between looks whether a rank waits, and until 
 
 @contextmanager
 def ctrl_c(comm):
-    """Ctrl-C for this process as soon as it has been in a collective; other ranks meet it in `after_ctrl_c`."""
+    """Ctrl-C for this process as soon as it executes a call; other ranks meet it in `after_ctrl_c`."""
 
     def interrupt(number, frame):
         packages = [caller.f_globals.get("__package__") or "" for caller, _ in walk_stack(frame)]
-        if any(package.startswith("collectives.") for package in packages):
+        found = record()  # a first call is planned before
+        is_executing = found is None or found.active is not None
+        if is_executing and any(package.startswith("collectives.") for package in packages):
             raise KeyboardInterrupt
         signal.setitimer(signal.ITIMER_REAL, SOON)
 

@@ -106,10 +106,10 @@ def run(folder, fault):
 def sources(tmp_path):
     """Copy of the engine's sources."""
     shutil.copy(ROOT / "setup.py", tmp_path)
-    folder = tmp_path / "collectives" / "engine"
-    folder.mkdir(parents=True)
-    for path in (ROOT / "collectives" / "engine").glob("*.[ch]"):
-        shutil.copy(path, folder)
+    for folder, names in (("collectives/engine", "*.[ch]"), ("quant/kernels", "*.h")):
+        (tmp_path / folder).mkdir(parents=True)
+        for path in (ROOT / folder).glob(names):
+            shutil.copy(path, tmp_path / folder)
     return tmp_path
 
 

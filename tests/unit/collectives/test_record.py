@@ -15,7 +15,7 @@ from collectives.engine.extension import available, engine
 from collectives.engine.instructions import CALL_RECORD, CALLS_KEPT, CallState
 from collectives.engine.recorder import Recorder
 from collectives.runtime.record import watcher, writer
-from collectives.runtime.record.causes import calls_of, causes, report, unmatched_call
+from collectives.runtime.record.causes import are_at_work, calls_of, causes, report, unmatched_call
 from collectives.runtime.record.conditions import condition
 from collectives.runtime.record.layout import HEADER, MAGIC, NAME, NBYTES, OUTSIDE, VERSION, RankState, parts
 from collectives.runtime.record.reader import RankRecord, in_folder, is_active, map_record, read_record, running
@@ -253,8 +253,9 @@ def test_causes_of_waits(memories, expected):
 
 def test_a_call_that_one_rank_has_not_made():
     ranks = [calls_of(of(record(0, calls=[MADE, (3, 1, 2, -1, -1)]))), calls_of(of(record(1, calls=[MADE])))]
-    assert re.fullmatch(r"rank 0 has made allreduce \(.*\) #3, and rank 1 has not", unmatched_call(ranks))
-    assert not unmatched_call(ranks[:1]) and not unmatched_call([ranks[1], ranks[1]])
+    ahead, text = unmatched_call(ranks)
+    assert ahead == 0 and re.fullmatch(r"rank 0 has made allreduce \(.*\) #3, and rank 1 has not", text)
+    assert unmatched_call(ranks[:1]) == unmatched_call([ranks[1], ranks[1]]) == (-1, "")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,34 @@ def test_a_rank_that_comes_last_to_most_calls_is_slow(late, expected):
     even = [*calls([0] * 9), (10, 10**10, 0, 1, 2)]
     (text,) = causes(map(of, [record(0, calls=even), record(2, calls=slow)]), 11 * 10**9)
     assert re.fullmatch(rf"rank 2 is in its own code since .* #9{expected}; rank 0 waits for it in .*", text), text
+
+
+@pytest.mark.parametrize(
+    "looks, moved, expected",
+    [(0, 0, True), (1, 0, True), (2, 0, False), (2, 5, False), (2, 8, True)],
+    ids=["not seen", "seen once", "stands", "has moved long ago", "goes on"],
+)
+def test_a_rank_that_goes_on_in_its_own_code_is_at_work(looks, moved, expected):
+    """Two looks at the same place show that it stands still; a stopped or dead rank is never at work."""
+    waits, free = of(record(0, calls=[MADE, (3, 1, 0, 1, 2)])), of(record(2, calls=[MADE]))
+    free.header["line_looks"], free.header["line_moved"], free.header["line_seen"] = looks, moved, 9
+    assert are_at_work([waits, free], 7) is expected
+    assert not are_at_work([waits, of(record(2, calls=[MADE], rank_state=RankState.HAS_LEFT))], 7)
+    assert not are_at_work([waits, of(record(2, calls=[MADE], pid=(1 << 22) + 1))], 7)
+    arrived = of(record(2, calls=[MADE, (3, 8, 0, -1, -1)]))
+    assert are_at_work([waits, arrived], 7), "it has just begun the call"
+
+
+def test_looks_at_a_line():
+    """Counted while the stack is the same, and no call is made."""
+    found = writer.Record(np.zeros(NBYTES, np.uint8))
+    header = found._header
+    found.at_line("a.py:1 in f", 1)
+    assert header["line_looks"] == 1 and header["line_moved"] == 0
+    found.at_line("a.py:1 in f", 1)
+    assert header["line_looks"] == 2 and header["line_moved"] == 0
+    found.at_line("a.py:1 in f", 2)
+    assert header["line_looks"] == 1 and header["line_moved"] > 0
 
 
 def test_a_forked_process_leaves_the_record_alone():

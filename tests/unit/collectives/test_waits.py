@@ -7,7 +7,7 @@ import pytest
 
 from collectives.errors import Timeout
 from collectives.transport import waits
-from collectives.transport.waits import LONG, LONGEST_NAP, Deadline, Others, Pauses, has_deadline, limited
+from collectives.transport.waits import LONG, LONGEST_NAP, NAPS, Deadline, Others, Pauses, has_deadline, limited
 
 
 @pytest.fixture
@@ -36,7 +36,10 @@ def test_naps_while_nothing_moves(naps):
     assert not naps and not pauses.is_long, "before, nothing changes"
     for _ in range(40):
         pauses.pause()
-    assert pauses.is_long and naps == sorted(naps) and naps[0] < 1e-4 and naps[-1] == LONGEST_NAP
+    assert pauses.is_long and naps == sorted(naps) and naps[0] < 1e-4 and naps[-1] < 1.5 * LONG / NAPS
+    for _ in range(400):
+        pauses.pause()
+    assert naps == sorted(naps) and naps[-1] == LONGEST_NAP and sum(naps) > NAPS * LONGEST_NAP - LONG
     work.moves, count = 1, len(naps)
     pauses.pause()
     assert not pauses.is_long, "it has moved"

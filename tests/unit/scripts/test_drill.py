@@ -4,19 +4,21 @@ import argparse
 import sys
 
 import pytest
-from fault_campaign import EVEN, PROGRAMS, wrong
+from fault_campaign import EVEN, PROGRAMS
+from fault_reports import wrong
 from support.launches import launch_environment, needs_mpiexec
 from support.tiers import default
 
 from collectives.cli import drill
 from collectives.cli.faults import KINDS, Fault, fault
+from collectives.runtime.record.reader import in_folder
 
 pytestmark = [needs_mpiexec, pytest.mark.timeout(900)]
 
 
 def drilled(tmp_path, monkeypatch, program, ranks, kinds, **options):
-    """Faults and outcomes of a drill."""
-    path, runs = tmp_path / "program.py", []
+    """Faults and outcomes of a drill, and the calls of each rank in the first run."""
+    path, runs, calls = tmp_path / "program.py", [], {}
     path.write_text(PROGRAMS[program])
     for name, value in launch_environment().items():
         monkeypatch.setenv(name, value)
@@ -24,12 +26,14 @@ def drilled(tmp_path, monkeypatch, program, ranks, kinds, **options):
 
     def noting(*arguments):
         runs.append((arguments[4] if len(arguments) > 4 else None, launch(*arguments)))
+        if len(runs) == 1:
+            calls.update((one.rank, one.calls) for one in in_folder(arguments[2]))
         return runs[-1][1]
 
     monkeypatch.setattr(drill, "launch", noting)
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert drill.main(["-n", str(ranks), "--kinds", ",".join(kinds), *words, str(path)]) == 0
-    return runs[1:]
+    return runs[1:], calls
 
 
 @pytest.mark.parametrize("ranks", default([2, 3, 4], 3))
@@ -38,10 +42,10 @@ def drilled(tmp_path, monkeypatch, program, ranks, kinds, **options):
 def test_faults_are_reported(tmp_path, monkeypatch, capsys, program, ranks, kind):
     ranks += ranks % 2 if program in EVEN else 0
     seed = sum(map(ord, program + kind)) + ranks
-    runs = drilled(tmp_path, monkeypatch, program, ranks, [kind], seed=seed)
+    runs, calls = drilled(tmp_path, monkeypatch, program, ranks, [kind], seed=seed)
     for planned, found in runs:
         print(planned, found.status, f"{found.ended:.1f} s", found.report, file=sys.stderr)
-        assert not (problem := wrong(planned, found)), (problem, found.text)
+        assert not (problem := wrong(planned, found, calls, PROGRAMS[program])), (problem, found.text)
     assert f"{kind}@" in capsys.readouterr().out
 
 
