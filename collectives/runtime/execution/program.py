@@ -60,7 +60,6 @@ class _Waiting:
 Local = Instruction | Callable[[], object] | Wait
 """Local work: an instruction, a function, or pending work."""
 
-
 Placement = tuple[Sequence[int | None], int | np.ndarray]
 """Addresses of a call's memories, and its length, or the bounds of its blocks. See `Program.place`."""
 
@@ -205,11 +204,7 @@ class Program(AwaitedProgram):
     # -------------------------------------------------------------------------------- calls
 
     def expect(
-        self,
-        arrays: Sequence[np.ndarray],
-        memories: Sequence[int | None],
-        separate: Sequence[int],
-        length: int = 0,
+        self, arrays: Sequence[np.ndarray], memories: Sequence[int | None], separate: Sequence[int], length: int = 0
     ) -> None:
         """Describe the arrays of `on_arrays` by those of a call with the same key: send and receive buffer.
 
@@ -219,12 +214,8 @@ class Program(AwaitedProgram):
         for number, array, address, nbytes in zip((0, 1), arrays, memories, separate, strict=True):
             memory = self.places[number]
             place = (IGNORED, 0) if address is None else (memory, address - MPI.Get_address(array))
-            per_element = self.per_element(array, length, address)
+            per_element = 0 if self.scale is None or address is None else array.nbytes // length
             self.engine.expect(number, memory in self._written, *place, nbytes, per_element)
-
-    def per_element(self, array: np.ndarray, length: int, address: int | None) -> int:
-        """Bytes by which an array grows with each element of a call, in a program for any length. 0 in others."""
-        return 0 if self.scale is None or address is None else array.nbytes // length
 
     def expect_blocks(self, memories: Sequence[int | None]) -> None:
         """Describe the arrays of calls of a program for any counts, by the addresses of those of a call."""
