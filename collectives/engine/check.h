@@ -15,7 +15,7 @@ typedef struct {
     int64_t length;     /* of a list or tuple */
     int64_t buffers;    /* an array is the send buffer (bit 0), the receive buffer (bit 1) */
     int64_t dtype;      /* address of the dtype object of an array, or of the format of another buffer */
-    int64_t dimensions; /* number of them */
+    int64_t dimensions; /* number of them; 0 for an array of NumPy of IS_BLOCKS */
     int64_t nbytes;     /* of the array; -1: any; of an element of IS_BLOCKS */
     int64_t content;    /* address of the bytes that an array of counts must hold */
     int64_t argument;   /* number of the argument */
@@ -26,8 +26,16 @@ typedef struct {
     } path[MAX_DEPTH];
 } Check;
 
+/* match.c */
+bool open_view(PyObject *object, const Check *check, Py_buffer *view);
+
 /* counts.c */
 PyObject *read_blocks(Program *program, PyObject *const *arguments, const Check *check);
+
+/* True for the memory of an array of NumPy, false for one by the buffer protocol. */
+static inline bool is_array(const Check *check) {
+    return check->kind == IS_ARRAY || (check->kind == IS_BLOCKS && !check->dimensions);
+}
 
 static inline bool has_blocks(const Program *program) { return program->scale && program->scale->blocks; }
 

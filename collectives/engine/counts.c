@@ -82,6 +82,19 @@ static void add_up(int64_t *places, const int64_t *sizes, Py_ssize_t count) {
     for (int64_t at = 0, place = 0; at < count; place += sizes[at++]) places[at] = place;
 }
 
+/* Bytes of the memory of blocks; -1 if it is not like that of the call that was added. */
+static int64_t bytes_of(PyObject *object, const Check *check) {
+    Py_buffer view;
+    if (is_array(check)) {
+        PyArrayObject *array = (PyArrayObject *)object;
+        bool is_like = PyArray_CheckExact(object) && (int64_t)PyArray_DESCR(array) == check->dtype;
+        return is_like ? PyArray_NBYTES(array) : -1;
+    }
+    if (!open_view(object, check, &view)) return -1;
+    PyBuffer_Release(&view);
+    return view.len;
+}
+
 /* Read the places and sizes of the blocks in a buffer argument into the bounds of a program, and return its array; NULL if
  * it is not like that of the call that was added. The check has the number of blocks, 0 for a single vector. The counts
  * are in another argument if the check has its number as `content`. */
@@ -92,10 +105,8 @@ PyObject *read_blocks(Program *program, PyObject *const *arguments, const Check 
     int64_t *sizes = places + program->scale->blocks;
     bool is_vector = !check->length || check->content;
     if (!split(arguments[check->argument], is_vector, (PyObject *)check->value, &spec)) return NULL;
-    if (!PyArray_CheckExact(spec.array) || (int64_t)spec.type != check->value) return NULL;
-    PyArrayObject *array = (PyArrayObject *)spec.array;
-    if ((int64_t)PyArray_DESCR(array) != check->dtype) return NULL;
-    int64_t itemsize = check->nbytes, nbytes = PyArray_NBYTES(array);
+    int64_t itemsize = check->nbytes, nbytes = bytes_of(spec.array, check);
+    if (nbytes < 0 || (int64_t)spec.type != check->value) return NULL;
     if (is_vector) {
         *places = 0, *sizes = nbytes / itemsize;
         if (spec.counts == Py_None && *sizes * itemsize != nbytes) return NULL;

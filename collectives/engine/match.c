@@ -101,24 +101,31 @@ static bool agrees(PyObject *const *arguments, const CallEntry *entry, PyObject 
     return true;
 }
 
+/* Memory by the buffer protocol, if it is like that of the call that was added. */
+bool open_view(PyObject *object, const Check *check, Py_buffer *view) {
+    if (PyObject_GetBuffer(object, view, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    bool is_any = check->kind == IS_BLOCKS || check->nbytes < 0;
+    bool is_like = view->ndim == check->dimensions && (is_any || view->len == check->nbytes) &&
+                   !strcmp(view->format ? view->format : "B", (const char *)(intptr_t)check->dtype);
+    if (!is_like) PyBuffer_Release(view);
+    return is_like;
+}
+
 /* Memory of a buffer: an array's, or by the buffer protocol, whose `view` the caller releases. */
 static bool open_memory(PyObject *object, const Check *check, Memory *memory, Py_buffer *view) {
-    if (check == NULL || check->kind == IS_ARRAY || check->kind == IS_BLOCKS) {
+    if (check == NULL || is_array(check)) {
         PyArrayObject *array = (PyArrayObject *)object;
         int flags = PyArray_FLAGS(array);
         *memory = (Memory){PyArray_BYTES(array), PyArray_NBYTES(array),
                            flags & (NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_F_CONTIGUOUS), flags & NPY_ARRAY_WRITEABLE};
         return true;
     }
-    if (PyObject_GetBuffer(object, view, PyBUF_ND | PyBUF_FORMAT) < 0) {
-        PyErr_Clear();
-        return false;
-    }
+    if (!open_view(object, check, view)) return false;
     *memory = (Memory){view->buf, view->len, true, !view->readonly};
-    bool is_like = view->ndim == check->dimensions && (check->nbytes < 0 || view->len == check->nbytes) &&
-                   !strcmp(view->format ? view->format : "B", (const char *)(intptr_t)check->dtype);
-    if (!is_like) PyBuffer_Release(view);
-    return is_like;
+    return true;
 }
 
 /* Start the program of an entry on the buffers of a call. */

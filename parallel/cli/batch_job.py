@@ -70,7 +70,7 @@ def in_step(environment: Mapping[str, str]) -> bool:
     (True, False, False)
     """
     step = environment.get("SLURM_STEP_ID", "")
-    return step.isascii() and step.isdecimal() and int(step) < LAST_STEP
+    return step.isdecimal() and _number(step) < LAST_STEP
 
 
 def cpus_of(environment: Mapping[str, str]) -> int | None:

@@ -345,7 +345,7 @@ def test_batch_script_saves_and_goes_on(tmp_path):
     if MPIEXEC is None:
         pytest.skip("no mpiexec")
     for name, line in {
-        "srun": f'shift; exec {shlex.quote(str(MPIEXEC))} -n 2 "$@"',
+        "srun": f'exec {shlex.quote(str(MPIEXEC))} -n 2 "$@"',
         "chorus": f'exec {shlex.quote(sys.executable)} -m parallel.cli.main "$@"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")

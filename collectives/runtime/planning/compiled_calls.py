@@ -199,9 +199,7 @@ class _Check(NamedTuple):
         """False for items too deep, and for objects among them that may change their value."""
         if (self.kind == IS_BLOCKS or (self.kind == IS_OBJECT and self.path)) and not is_constant(self.value):
             return False
-        if self.kind == IS_BLOCKS and type(self.array) is not np.ndarray:
-            return False
-        return len(self.path) <= MAX_DEPTH and (self.kind != IS_BUFFER or self.array is not None)
+        return len(self.path) <= MAX_DEPTH and (self.kind not in (IS_BUFFER, IS_BLOCKS) or self.array is not None)
 
     def record(self, buffers: int) -> tuple[Any, ...]:
         """Values of the fields of `CHECK`."""
@@ -209,7 +207,8 @@ class _Check(NamedTuple):
         memory, described = (0, 0, 0, 0), self.array if self.counts is None else self.counts
         if described is not None:
             nbytes = self.itemsize or described.nbytes
-            memory = 0 if self.array is None else buffers, self._type_address, described.ndim, nbytes
+            dimensions = 0 if self.kind == IS_BLOCKS and type(described) is np.ndarray else described.ndim
+            memory = 0 if self.array is None else buffers, self._type_address, dimensions, nbytes
         content = self.counted if self.kind == IS_BLOCKS else self.content.ctypes.data
         return self.kind, id(self.value), self.length, *memory, content, self.argument, len(self.path), path
 
@@ -245,7 +244,7 @@ def _block_checks(given: tuple[Any, ...], call: Call) -> dict[int, list[_Check]]
             datatype = parts[-1] if _has_datatype(parts) else None
             own = 0 if number else counted
             length = len(blocks) if own or buffer.counts is not None else 0
-            array, itemsize = parts[0], buffer.itemsize
+            array, itemsize = parts[0] if type(parts[0]) is np.ndarray else _view(parts[0]), buffer.itemsize
             found[number] = [_Check(IS_BLOCKS, datatype, number, (), length, array, itemsize, own)]
     return found
 
