@@ -5,6 +5,8 @@ wrapper that forwards ``*args`` would cost a tenth of that.
 """
 
 import inspect
+import linecache
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
@@ -200,14 +202,17 @@ def method_name(name: str, form: str) -> str:
 def add_methods(owner: type, declarations: Sequence[Declaration]) -> None:
     """Add the methods of collectives in all forms to a class."""
     for declaration, form in product(declarations, FORMS):
-        # The file name marks the frame as one of this package, for `desync_check.caller`.
-        code = compile(_source(declaration, form), __file__, "exec", dont_inherit=True)
+        name, source = method_name(declaration.name, form), _source(declaration, form)
+        # Within the package, as frames of it are left out of reports; tracebacks find the source by it.
+        file = f"{os.path.dirname(__file__)}{os.sep}<{name}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        code = compile(source, file, "exec", dont_inherit=True)
         scope: dict[str, Any] = {"describe": declaration.describe}
         scope |= {"MPI": MPI, "SUM": MPI.SUM, "Any": Any, "Request": Request, "ended_request": ended_request}
         scope |= {"Deadline": Deadline, "seconds_of": seconds_of}
         scope |= {"__name__": owner.__module__, "__package__": __package__}
         exec(code, scope)
-        function = scope[method_name(declaration.name, form)]
+        function = scope[name]
         function.__doc__ = documentation(declaration, form)
         function.__qualname__ = f"{owner.__name__}.{function.__name__}"
         setattr(owner, function.__name__, function)

@@ -5,10 +5,13 @@
 
 import ast
 import inspect
+import linecache
+import traceback
 from pathlib import Path
 from textwrap import indent
 
 import pytest
+from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.runtime.methods import collective_methods
@@ -74,11 +77,21 @@ def test_signatures_and_docstrings_of_the_stub_are_those_of_the_methods(form):
 
 
 def test_defaults_are_those_of_mpi4py():
-    from mpi4py import MPI
-
     reduce = inspect.signature(Communicator.Reduce).parameters
     assert reduce["op"].default == MPI.SUM and reduce["root"].default == 0
     assert inspect.signature(Communicator.Allreduce_init).parameters["info"].default == MPI.INFO_NULL
+
+
+@pytest.mark.parametrize("name", ["Bcast", "Ibcast", "Bcast_init"])
+def test_tracebacks_show_the_source_of_a_method(name):
+    """As a reader of a user's traceback sees it, also after the files have been looked at again."""
+    linecache.checkcache()
+    try:
+        getattr(Communicator(MPI.COMM_SELF), name)("neither a buffer nor a list")
+    except MPI.Exception as error:
+        frame = next(one for one in traceback.extract_tb(error.__traceback__) if one.name == name)
+    assert "describe(" in frame.line and f"<{name}>" in frame.filename
+    assert inspect.getsource(getattr(Communicator, name)).startswith(f"def {name}(")
 
 
 if __name__ == "__main__":
