@@ -24,6 +24,8 @@ import numpy as np
 from collectives.cli.drill import TIMEOUT, Outcome
 from collectives.cli.faults import MARK, Fault
 from collectives.runtime.record.causes import facts
+from collectives.runtime.record.conditions import describe_call
+from collectives.runtime.record.layout import OUTSIDE
 
 ENDS = 10.0
 """Seconds at most from a fault to the end."""
@@ -95,7 +97,9 @@ UNDER_WAY = 3
 
 
 def named(call: Any) -> str:
-    """Pattern of the text on a call."""
+    """Pattern of the text on a call, or on a wait outside of collectives, which has no number."""
+    if call["channel"] == OUTSIDE:
+        return re.escape(describe_call(call))
     return rf"{call['collective'].decode()}\b[^#;]*#{call['turn']}\b"
 
 

@@ -105,15 +105,20 @@ def different_calls(ranks: Sequence[Calls]) -> str:
     return f"ranks make different calls: {', '.join(texts)}"
 
 
-def unmatched_call(ranks: Sequence[Calls]) -> tuple[int, str]:
-    """Rank, and text on its last call, that another rank of the communicator has not made. -1 and "" if none is."""
+def unmatched_call(ranks: Sequence[Calls], member: int, communicator: int) -> tuple[int, str]:
+    """Rank, and text on its last call, that another rank of the communicator has not made. -1 and "" if none is.
+
+    A `member` of a `communicator` counts there without a call, too.
+    """
     last: defaultdict[tuple[int, int], dict[int, Any]] = defaultdict(dict)
     for one in ranks:
         for call in one.calls[-COMPARED:]:
             last[place(call)[:2]][one.record.rank] = call
-    for made in last.values():
-        ahead, behind = (choose(made, key=lambda rank: made[rank]["turn"]) for choose in (max, min))
-        if made[ahead]["turn"] > made[behind]["turn"]:
+    for (number, _), made in last.items():
+        turns = {member: 0} if number == communicator else {}
+        turns |= {rank: int(call["turn"]) for rank, call in made.items()}
+        ahead, behind = (choose(turns, key=turns.__getitem__) for choose in (max, min))
+        if turns[ahead] > turns[behind]:
             return ahead, f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
     return -1, ""
 

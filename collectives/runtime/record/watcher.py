@@ -110,14 +110,15 @@ def current_causes(ended: bool = False) -> list[str]:
     return found if any(text.startswith(f"rank {me} ") for text in found) else own + found
 
 
-def current_unmatched_call() -> tuple[str, bool]:
+def current_unmatched_call(communicator: int) -> tuple[str, bool]:
     """Text on a call that only some ranks of this node have made, and True if another one that has goes on.
 
-    Empty if there is none, or if calls differ.
+    Empty if there is none, or if calls differ. This rank is one of the `communicator`, and makes no more calls there.
     """
+    mine = MPI.COMM_WORLD.Get_rank()
     ranks = list(map(calls_of, _all_known()))
-    ahead, text = (-1, "") if different_calls(ranks) else unmatched_call(ranks)
-    return text, any(one.record.rank == ahead != MPI.COMM_WORLD.Get_rank() and one.is_well for one in ranks)
+    ahead, text = (-1, "") if different_calls(ranks) else unmatched_call(ranks, mine, communicator)
+    return text, any(one.record.rank == ahead != mine and one.is_well for one in ranks)
 
 
 def last_call() -> str:

@@ -57,7 +57,7 @@ def close_all() -> None:
         try:
             comm.close()
         except Mismatch as error:
-            _report_at_exit(error)
+            _report_at_exit(error, comm._closing.transports.number)
     _finish_active()
     note_end(uncaught_exception())
     for comm in list(open_communicators.values()):
@@ -86,12 +86,12 @@ def _finish_active() -> None:
             return
 
 
-def _report_at_exit(error: Exception) -> None:
+def _report_at_exit(error: Exception, communicator: int) -> None:
     """Print an error, or the call that explains it, and let mpi4py end the program with status 1 for it.
 
     Others may wait for this rank, which has left before them: they have the time to raise `PeerLeft`.
     """
-    text, _ = current_unmatched_call()
+    text, _ = current_unmatched_call(communicator)
     if text:
         print(f"chorus: {text}", file=sys.stderr)
     else:
@@ -99,7 +99,7 @@ def _report_at_exit(error: Exception) -> None:
     _set_abort_status(1)
     note_end(uncaught_exception())
     end = time.monotonic() + NOTICED
-    while current_unmatched_call()[1] and time.monotonic() < end:
+    while current_unmatched_call(communicator)[1] and time.monotonic() < end:
         time.sleep(0.05)
     for stream in (sys.stdout, sys.stderr):  # MPI_Abort does not flush them
         with suppress(AttributeError, OSError, ValueError):  # absent, broken or closed

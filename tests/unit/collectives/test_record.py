@@ -253,9 +253,12 @@ def test_causes_of_waits(memories, expected):
 
 def test_a_call_that_one_rank_has_not_made():
     ranks = [calls_of(of(record(0, calls=[MADE, (3, 1, 2, -1, -1)]))), calls_of(of(record(1, calls=[MADE])))]
-    ahead, text = unmatched_call(ranks)
+    ahead, text = unmatched_call(ranks, 1, 0)
     assert ahead == 0 and re.fullmatch(r"rank 0 has made allreduce \(.*\) #3, and rank 1 has not", text)
-    assert unmatched_call(ranks[:1]) == unmatched_call([ranks[1], ranks[1]]) == (-1, "")
+    assert unmatched_call(ranks[:1], 1, 7) == unmatched_call([ranks[1], ranks[1]], 1, 0) == (-1, "")
+    ranks[1] = calls_of(of(record(1)))
+    assert unmatched_call(ranks, 1, 7) == (-1, "")  # it may not be a rank of this communicator
+    assert unmatched_call(ranks, 1, 0) == (ahead, text)
 
 
 @pytest.mark.parametrize(

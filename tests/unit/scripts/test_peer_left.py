@@ -144,6 +144,10 @@ ROWS = {
         "if is_last: sys.exit(3)\ncomm.Bcast(x, 0)\ncomm.Allreduce(x, y)",
         LEFT + WAIT + r".*program.py:\d+ in",
     ),
+    "exit before the first call": (
+        "third = comm.Dup()\nif is_last: sys.exit(3)\nthird.Bcast(x, 0)\nthird.Allreduce(x, y)",
+        LEFT + WAIT + r".*program.py:\d+ in",
+    ),
     "exit of a request": (
         "if is_last: sys.exit(3)\nMPI.Request.Waitall([comm.Iallreduce(x, y)])",
         LEFT,
