@@ -188,7 +188,7 @@ def wrong_calls(known: Truth, found: Outcome, lines: Sequence[str]) -> str:
 
 
 def is_own_error(found: Outcome) -> bool:
-    """True if wrong data have led to an error of the program itself, at a line of it."""
-    return re.search(r'program\.py", line \d+.*\n(.*\n)*?(AssertionError|\w*Error): ', found.text) is not None and (
-        re.search(r"^collectives\.", found.text, re.M) is None
-    )
+    """True if wrong data have led to an error of the program itself, or of its engine, at a line of it."""
+    return re.search(
+        r'program\.py", line \d+.*\n(.*\n)*?(\w*Error|StepFailed|RankMismatch): ', found.text
+    ) is not None and (re.search(r"^collectives\.", found.text, re.M) is None)

@@ -1,4 +1,4 @@
-"""Source line of a program that uses this package."""
+"""Source line of a program that uses Chorus."""
 
 import linecache
 import os
@@ -8,6 +8,8 @@ from types import FrameType
 
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
+_PACKAGES = tuple(str(Path(_PACKAGE).with_name(name)) + os.sep for name in ("collectives", "parallel", "quant"))
+_PROGRAMS = str(Path(_PACKAGE).with_name("parallel") / "cli") + os.sep
 
 
 def is_own(frame: FrameType) -> bool:
@@ -25,14 +27,17 @@ def is_inside(frame: FrameType) -> bool:
 
 
 def _outside(frame: FrameType) -> FrameType:
-    """Innermost frame outside the package."""
+    """Innermost frame outside Chorus. In a program of Chorus itself, the innermost one outside this package."""
     while frame.f_back is not None and is_own(frame):
         frame = frame.f_back
-    return frame
+    found, inner = frame, ""
+    while found.f_back is not None and (path := os.path.abspath(found.f_code.co_filename)).startswith(_PACKAGES):
+        found, inner = found.f_back, path
+    return frame if inner.startswith(_PROGRAMS) else found
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """Source line ``file:line in function`` of the innermost frame outside the package, by default of this thread."""
+    """Source line ``file:line in function`` of the innermost frame outside Chorus, by default of this thread."""
     found = _outside(sys._getframe(1) if frame is None else frame)
     return f"{found.f_code.co_filename}:{_line(found)} in {found.f_code.co_name}"
 
