@@ -116,7 +116,7 @@ def unmatched_call(ranks: Sequence[Calls], member: int, communicator: int) -> tu
             last[place(call)[:2]][one.record.rank] = call
     for (number, _), made in last.items():
         turns = {member: 0} if number == communicator else {}
-        turns |= {rank: call["turn"].item() for rank, call in made.items()}
+        turns |= {rank: call["turn"] for rank, call in made.items()}
         ahead, behind = (choose(turns, key=turns.__getitem__) for choose in (max, min))
         if turns[ahead] > turns[behind]:
             return ahead, f"rank {ahead} has made {describe_call(made[ahead])}, and rank {behind} has not"
