@@ -74,8 +74,15 @@ class OverlappedWork(CompleteWork):
     def __init__(self, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
         super().__init__(tensors)
         self._run, self._done = run, threading.Event()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._error: BaseException | None = None
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+        # C++ code sees the error of a callback, but takes that of `set_exception` for a value
+        self._future = self._ended.then(self._outcome)
+
+    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
 
     def run(self) -> None:
         try:
@@ -83,10 +90,7 @@ class OverlappedWork(CompleteWork):
         except Exception as error:
             self._error = error
         self._done.set()
-        if self._error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(self._error)
+        self._ended.set_result(None)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if not self._done.wait(timeout.total_seconds() if timeout > NO_TIMEOUT else None):
