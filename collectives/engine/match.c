@@ -1,7 +1,8 @@
 /* The Python type CallTable: finds the program of a call by the arguments, and runs it on the call's arrays.
  *
  * Arguments other than arrays must be the same objects as in the call that was added, or lists and tuples of these;
- * arrays must have the same dtype, dimensions and bytes. Everything else is left to Python. */
+ * arrays must have the same dtype, dimensions and bytes. Buffers of v-forms are read by counts.c instead, with the counts
+ * of each call. Everything else is left to Python. */
 #include "numpy.h"
 
 #include <structmember.h>

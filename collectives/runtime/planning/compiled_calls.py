@@ -1,8 +1,8 @@
 """Compiled programs, found by the arguments of a call in compiled code.
 
 This takes less time than a lookup by key. It finds calls whose arguments other than arrays are the same objects
-as before, or lists and tuples of these, and whose arrays have the same lengths and dtypes. Other calls, as one with an
-equal but newly made number among its counts, are looked up by key afterwards.
+as before, or lists and tuples of these, and whose arrays have the same lengths and dtypes. Of a program for any counts
+it reads the counts and displacements of each call. Other calls are looked up by key afterwards.
 """
 
 from __future__ import annotations
