@@ -141,7 +141,7 @@ SCALE = np.dtype(
         ("length", "i8"),  # elements for which operands and labels are set now
         ("least", "i8"),  # elements of the shortest call
         ("most", "i8"),  # elements of the longest call
-        ("starts", "i8", 4),  # first chunk of source, target and scratch in the order of the chunks, and the end
+        ("starts", "i8", 5),  # first chunk of source, target, scratch and landing in their order, and the end
         ("mark_bytes", "i8"),  # bytes of the mark for each element
         ("blocks", "i8"),  # of all memories in a program for any counts, whose elements are bytes; else 0
         ("own", "i8", 2),  # of these, this rank's own block in source and target; -1: it is not in both

@@ -78,7 +78,7 @@ typedef struct {
     int64_t streamed;    /* bytes of the longest message that travels in parts */
     int64_t length;      /* elements for which operands and labels are set now */
     int64_t least, most; /* elements of the shortest and the longest call */
-    int64_t starts[4];   /* first chunk of source, target and scratch in the order of the chunks, and the end */
+    int64_t starts[5];   /* first chunk of source, target, scratch and landing in the order of the chunks, and the end */
     int64_t mark_bytes;  /* bytes of the mark for each element */
     int64_t blocks;      /* of all memories in a program for any counts, whose elements are bytes; else 0 */
     int64_t own[2];      /* of these, this rank's own block in source and target; -1: it is not in both */

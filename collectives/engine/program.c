@@ -188,7 +188,7 @@ static PyObject *program_scale(Program *self, PyObject *args) {
     bool fits = PyArray_ITEMSIZE((PyArrayObject *)record) == sizeof(Scale) && length_of(record) == 1 &&
                 PyArray_ITEMSIZE((PyArrayObject *)units) == sizeof(Operand) && length_of(may_choose) == self->row_count &&
                 length_of(units) == length_of(PyTuple_GET_ITEM(self->arrays, 1)) &&
-                length_of(bounds) >= length_of(order) + SCRATCH + 1;
+                length_of(bounds) >= length_of(order) + LANDING + 1;
     if (!fits) {
         PyErr_SetString(PyExc_ValueError, "scale: expected arrays for the rows of the program");
         return NULL;

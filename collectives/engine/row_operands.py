@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.engine.instructions import ABSOLUTE, COPY, INLINE, KIND, LABELS, SCRATCH, Kind
+from collectives.engine.instructions import ABSOLUTE, COPY, INLINE, KIND, LABELS, LANDING, Kind
 from collectives.engine.peer import bytes_at
 
 Row = dict[str, int]
@@ -77,7 +77,7 @@ class RowOperands:
         sides = "left", "right", "out"
         for operand, (chunks, *rest) in zip(self._operands, self._units):
             for side, start, memory in zip(sides, rest[:3], rest[3:6]):
-                if memory <= SCRATCH:
+                if memory <= LANDING:
                     operand[f"{side}_offset"] = ends[memory][start]
                     operand["nbytes"] = ends[memory][start + chunks] - ends[memory][start]
         nbytes = int(scale["call_bytes"]) * elements

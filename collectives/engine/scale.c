@@ -27,7 +27,7 @@ static int64_t mark_of(const Scale *scale) {
 
 static void place(const Scale *scale, const int64_t *bounds, int memory, int64_t chunk, int64_t chunks, int64_t *offset,
                   int64_t *nbytes) {
-    if (memory > SCRATCH) return;
+    if (memory > LANDING) return;
     if (scale->blocks) {
         int64_t block = scale->starts[memory] + (memory == SCRATCH ? chunk : chunk / BLOCK_SPACING);
         *offset = bounds[block], *nbytes = 0;
@@ -66,6 +66,7 @@ static void set_rows(Program *program) {
             place(scale, bounds, unit->out, unit->out_offset, unit->nbytes, &operand->out_offset, &operand->nbytes);
             row->nbytes += operand->nbytes;
         }
+        if (row->kind >= NET_SEND && row->kind <= NET_WAIT) row->label = scale->blocks && !row->nbytes ? NO_MESSAGE : 0;
         if (row->kind != SEND && row->kind != RECV) continue;
         row->label = mark + (row->nbytes <= INLINE ? row->nbytes : INLINE + 1);
         bool by_address = row->kind == RECV || (program->may_choose[number] && row->nbytes >= RENDEZVOUS);
@@ -84,7 +85,7 @@ void resize(Program *program, int64_t elements) {
     if (scale->length == elements) return;
     scale->length = elements;
     int64_t *bounds = program->bounds;
-    for (int memory = SOURCE; memory <= SCRATCH; memory++) {
+    for (int memory = SOURCE; memory <= LANDING; memory++) {
         int64_t at = 0, *own = bounds + memory;
         for (int64_t index = scale->starts[memory]; index < scale->starts[memory + 1]; index++) {
             own[index] = at;

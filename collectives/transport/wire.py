@@ -70,6 +70,12 @@ class Wire(Protocol):
     in_mailboxes: bool = False
     """Messages use a channel of the node's mailboxes. One call at a time may run on a channel."""
 
+    lengths_vary = all_short = False
+    """Messages are bound for a program for any length, in chunks, and those in mailboxes all fit a bounce buffer."""
+
+    cell_bytes = part_bytes = streamed = 0
+    """Bytes of a bounce buffer, of the parts of long messages, and of the longest message that is cut into such."""
+
     def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
         """Bind a send to `peer`. `stable`: the pieces do not change before the message is complete."""
 

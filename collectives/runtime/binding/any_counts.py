@@ -16,7 +16,7 @@ from collectives.engine.extension import available
 from collectives.engine.instructions import SCALE, Kind
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
-from collectives.runtime.binding.any_length import MOST_BYTES, scales
+from collectives.runtime.binding.any_length import BY_MPI, MOST_BYTES, largest, scales
 from collectives.runtime.binding.binder import build
 from collectives.runtime.binding.chunk_locations import ChunkLocations
 from collectives.runtime.binding.local_work import LocalWork
@@ -24,7 +24,7 @@ from collectives.runtime.execution.program import Placement, Program
 from collectives.runtime.execution.program_memory import ElementArray, Scale, ScratchMemory
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice
-from collectives.transport.node.shm import NodeAwareTransport
+from collectives.transport.wire import Wire
 
 SPACING = 2
 """Distance of blocks of one element: `BLOCK_SPACING` of the engine."""
@@ -85,7 +85,7 @@ def bind_any_counts(
     choice: AlgorithmChoice,
     rank: int,
     size: int,
-    wire: NodeAwareTransport,
+    wire: Wire,
     nodes: Nodes | None,
     scratch: ScratchMemory | None,
     short: bool,
@@ -116,6 +116,8 @@ def bind_any_counts(
     program.relocatable = True
     operands = max((len(one.operands) for one in instructions if one.kind in (Kind.SEND, Kind.RECV)), default=1)
     most = wire.part_bytes // max(1, operands) if short else MOST_TOTAL
+    if largest(program.rounds, BY_MPI):
+        most = min(most, call_binding.SEGMENT)
     own = set(sources) & set(targets)
     values = {
         "itemsize": 1,
@@ -124,9 +126,9 @@ def bind_any_counts(
         "call_bytes": 1,
         "cell_bytes": wire.cell_bytes,
         "part": wire.part_bytes,
-        "streamed": wire.streamed if wire.node.reads else 1 << 62,
+        "streamed": wire.streamed if wire.node is not None and wire.node.reads else 1 << 62,
         "most": most,
-        "starts": np.cumsum([0, len(sources), len(targets), len(forwarded)]),
+        "starts": np.cumsum([0, len(sources), len(targets), len(forwarded), 0]),
         "blocks": len(sources) + len(targets) + len(forwarded),
         "own": [-1, -1] if not own else [sources.index(min(own)), len(sources) + targets.index(min(own))],
         "room": room,

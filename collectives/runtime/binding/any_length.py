@@ -1,18 +1,20 @@
 """Programs for any length: one program runs all calls that differ only in the length of their data.
 
 Such a program is bound with chunks of one element, so that its operands are ranges of chunks. The engine sets their
-bytes for each length (`scale.c`). That is possible for dense host arrays, if no reduction waits in landing memory.
+bytes for each length (`scale.c`). That is possible for dense host arrays, if the engine has the reduction, and each
+message between nodes leaves from one place. The messages are those of a program that was bound for the length, so that
+ranks with either work together; for those that are cut between nodes, each length has a program of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 
 import numpy as np
 
 from collectives.algorithms.catalog import blocks
-from collectives.engine.assembly import NOWHERE, Instruction, flat
-from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, SCALE, SCRATCH, Kind
+from collectives.engine.assembly import NOWHERE, Instruction, Rounds, flat
+from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, LANDING, SCALE, SCRATCH, Kind
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
 from collectives.runtime.binding.binder import build
@@ -24,10 +26,13 @@ from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import AlgorithmChoice
-from collectives.transport.node.shm import NodeAwareTransport
+from collectives.transport.wire import Wire
 
 MOST_BYTES = 1 << 24
 """Bytes of the data of the longest calls. Longer ones take long enough for a program of their own."""
+
+BY_MPI, IN_MAILBOXES = {Kind.NET_SEND, Kind.NET_RECV}, {Kind.SEND, Kind.RECV}
+"""Kinds of instructions of messages."""
 
 
 def class_number(nbytes: int) -> int:
@@ -70,7 +75,7 @@ def bind_any_length(
     choice: AlgorithmChoice,
     rank: int,
     size: int,
-    wire: NodeAwareTransport,
+    wire: Wire,
     nodes: Nodes | None,
     scratch: ScratchMemory | None,
     short: bool,
@@ -93,26 +98,24 @@ def bind_any_length(
     call_bytes = call.nbytes // call.lengths[0]
     most = max(1, MOST_BYTES // call_bytes)
     lengths = even(most, pieces, grain)
-    needed = sum(lengths[chunk % pieces] for chunk in chunks.scratch_chunks)
-    if work.lands or chunks.landing_length:
+    if work.lands:
         return None
-    work.allocate((needed, 0), scratch)
+    orders += chunks.scratch_chunks, chunks.landing_chunks
+    work.allocate([sum(lengths[chunk % pieces] for chunk in one) for one in orders[SCRATCH:]], scratch)
     program = build(task.schedule, chunks, wire, work)
-    instructions = flat(program.rounds)
-    if not all(scales(one, short) for one in instructions):
+    if not all(scales(one, short) for one in flat(program.rounds)):
         return None
-    if short:
-        chunk_count = max((one.nbytes for one in instructions if one.kind in (Kind.SEND, Kind.RECV)), default=1)
-        most = min(most, (wire.part_bytes // itemsize // max(1, chunk_count) - grain) * pieces)
+    for kinds, limit in ((BY_MPI, call_binding.SEGMENT), *([(IN_MAILBOXES, wire.part_bytes)] if short else [])):
+        if count := largest(program.rounds, kinds):
+            most = min(most, (limit // itemsize // count - grain) * pieces)
     program.nbytes *= itemsize
     program.relocatable = True
-    orders.append(chunks.scratch_chunks)
     program.scale = _scale(call, wire, orders, pieces, grain, most, call_binding.mark_without_length(call, choice))
     return program
 
 
 def _scale(
-    call: Call, wire: NodeAwareTransport, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int
+    call: Call, wire: Wire, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int
 ) -> Scale:
     values = {
         "pieces": pieces,
@@ -123,7 +126,7 @@ def _scale(
         "mark_bytes": call.nbytes // call.lengths[0],
         "cell_bytes": wire.cell_bytes,
         "part": wire.part_bytes,
-        "streamed": wire.streamed if wire.node.reads else 1 << 62,
+        "streamed": wire.streamed if wire.node is not None and wire.node.reads else 1 << 62,
         "least": pieces,
         "most": most,
         "starts": np.cumsum([0, *map(len, orders)]),
@@ -160,9 +163,14 @@ def _orders(*places: Mapping[int, MemorySpan]) -> list[list[int]] | None:
     return orders if dense else None
 
 
+def largest(rounds: Rounds, kinds: Container[Kind]) -> int:
+    """Chunks of the largest message among instructions of these kinds. 0 if there are none."""
+    return max((one.nbytes for one in flat(rounds) if one.kind in kinds), default=0)
+
+
 def scales(one: Instruction, short: bool) -> bool:
     """True if the operands of an instruction are ranges of chunks, few enough to be sent by their addresses."""
     places = (place for operand in one.operands for place in operand[1:])
     fits = short or one.kind != Kind.SEND or len(one.operands) <= ADDRESSES
     # a CALL is bound to ranges of fixed bytes
-    return fits and one.kind != Kind.CALL and all(place == NOWHERE or place.memory <= SCRATCH for place in places)
+    return fits and one.kind != Kind.CALL and all(place == NOWHERE or place.memory <= LANDING for place in places)

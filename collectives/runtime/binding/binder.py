@@ -154,7 +154,8 @@ class _ProgramBinder:
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
         arriving = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step
         departing = [message for message, _ in sends]
-        short = sum(self.work.piece(place).nbytes for _, places in sends for place in places) <= EAGER_BYTES
+        leaving = sum(self.work.piece(place).nbytes for _, places in sends for place in places)
+        short = self.wire.all_short if self.wire.lengths_vary else leaving <= EAGER_BYTES
         messages = [*departing, *arriving] if short else [*arriving, *departing]  # eager sends complete at once
         if self.wire.node is not None and (not messages or any(message.key for message in messages)):
             self._streams(sends, arriving, actions, meanwhile)
@@ -248,7 +249,7 @@ class _ProgramBinder:
     def _actions(self, steps: Sequence[Step], shape: RoundShape) -> list[RoundAction]:
         """Local reductions and copies of a round in the order in which they must run, with the receives they need."""
         actions: list[RoundAction] = []
-        landing, room = 0, iter(shape.slots)
+        landing, room = shape.start, iter(shape.slots)
         for index, step in enumerate(steps):
             if isinstance(step, RecvReduce):
                 cuts, slots = self.chunks.segment_counts(step), next(room)

@@ -21,13 +21,19 @@ class RoundShape(NamedTuple):
     """Receive strategy for the messages that a round reduces: from the sender's memory, or through a temporary buffer.
 
     `in_place`: reduce from the sender's memory; otherwise receive into `landing` elements of landing memory first, in
-    `slots` per message. `changing`: destinations of the results.
+    `slots` per message, from `start` on. `changing`: destinations of the results.
     """
 
     in_place: bool
     slots: list[int]
     landing: int
     changing: list[MemorySpan]
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """End of its landing memory."""
+        return self.start + self.landing
 
 
 class ChunkLocations:
@@ -51,6 +57,9 @@ class ChunkLocations:
             start = self.scratch_length
             self.scratch_length += self._length(chunk)
             self._destination[chunk] = MemorySpan(SCRATCH, start, self.scratch_length)
+        self.landing_chunks: list[int] = []
+        """In programs for any length, chunks in landing memory in the order of their places: no two share one."""
+
         self.shapes: list[RoundShape] = []
         for steps in task.schedule:
             self.shapes.append(self._shape(steps))
@@ -59,7 +68,7 @@ class ChunkLocations:
             if steps:
                 self.copy_unchanged()
         self._location = dict(task.source)  # anew: steps are bound from here on
-        self.landing_length = max((shape.landing for shape in self.shapes), default=0)
+        self.landing_length = max((shape.stop for shape in self.shapes), default=0)
 
     def unchanged(self) -> list[list[MemorySpan]]:
         """Source and target of the chunks that no step writes: they are copied while the first round is under way."""
@@ -133,7 +142,10 @@ class ChunkLocations:
             slots[0] = min(slots[0], LANDING_SLOTS)
         # chunks without elements have no segments: the default
         room = sum(count * max(parts, default=0) for count, parts in zip(slots, cuts, strict=True))
-        return RoundShape(False, slots, room, changing)
+        start = len(self.landing_chunks)
+        if self._wire.lengths_vary:
+            self.landing_chunks += (chunk for step in arrivals for chunk in numbers(step.chunks))
+        return RoundShape(False, slots, room, changing, start)
 
     def is_segmented(self, step: Step) -> bool:
         """True if the step reduces a network message segment by segment while later segments are in flight."""

@@ -173,11 +173,11 @@ class ProgramBuilder:
         self, call: Call, choice: AlgorithmChoice, form: Form, channel: int | None, short: bool
     ) -> Program | None:
         """Build the program of a call for any length or counts, or any `short` ones. None if there is none."""
-        among_nodes = self._transports.node is None or self._transports.nodes is not None
-        if among_nodes or self._transports.chunks is not None or self._async_progress:  # `deferred` depends on length
+        pins = self._transports.pinning.mailboxes is not None
+        if self._size == 1 or pins or self._async_progress:  # `deferred` depends on length
             return None
         wire = self.wire(call, choice, form, channel)
-        if not isinstance(wire, NodeAwareTransport) or wire.meets_devices:
+        if wire.node is None and short:
             return None
         scratch, nodes = self._scratch if form == BLOCKING else None, self._transports.nodes
         bind = bind_any_counts if call.v_form else bind_any_length

@@ -16,7 +16,7 @@ from collectives.buffers.device_memory import DeviceMemory
 from collectives.engine.assembly import Instruction, Rounds, Rows, assemble, calling, flat, new_bases
 from collectives.engine.extension import available, engine_class
 from collectives.engine.fence import is_ordered
-from collectives.engine.instructions import DONE, IGNORED, MISMATCH, REFUSED, SCRATCH, SOURCE, TARGET, WAITING, Kind
+from collectives.engine.instructions import DONE, IGNORED, LANDING, MISMATCH, REFUSED, SOURCE, TARGET, WAITING, Kind
 from collectives.runtime.execution.awaited_program import AwaitedProgram
 from collectives.runtime.execution.program_memory import ElementArray, Scale
 from collectives.runtime.execution.progress import active_requests, progress_until
@@ -139,7 +139,7 @@ class Program(AwaitedProgram):
             engine.describe(*self.recorded)
         if self.scale is not None:
             units, order = self.rows.operands.copy(), self.scale.order
-            bounds = np.zeros(2 * len(order) + SCRATCH + 1, np.int64)
+            bounds = np.zeros(2 * len(order) + LANDING + 1, np.int64)
             may_choose = np.array([one.address_label != 0 for one in self.instructions], np.uint8)
             engine.scale(self.scale.record, units, order, bounds, may_choose)
         return engine

@@ -42,9 +42,6 @@ class NodeAwareTransport(Wire):
 
     in_mailboxes = True
 
-    lengths_vary = all_short = False
-    """Messages are bound for a program for any length, in chunks, and all fit a bounce buffer."""
-
     def __init__(
         self,
         node: NodeMemory,
@@ -58,7 +55,9 @@ class NodeAwareTransport(Wire):
     ) -> None:
         self.node, self._channel, self._edges, self._network = node, channel, edges, network
         self.mark = mark
-        self.streamed, self._chunks, self._itemsize = streamed, chunks, max(1, itemsize)
+        self.streamed, self._chunks = streamed, chunks
+        self.cell_bytes, itemsize = int(node.cells[channel]), max(1, itemsize)
+        self.part_bytes = int(min(self.cell_bytes, node.part)) // itemsize * itemsize  # as many elements as fit
         self._packed: list[np.ndarray] = []
 
     def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
@@ -136,16 +135,6 @@ class NodeAwareTransport(Wire):
     def meets_devices(self) -> bool:
         """A message may be in a device's memory at the other end, where programs cut it."""
         return self._chunks is not None or self.streamed >= MOST
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of a bounce buffer."""
-        return int(self.node.cells[self._channel])
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of the parts of long messages: as many elements as fit."""
-        return int(min(self.cell_bytes, self.node.part)) // self._itemsize * self._itemsize
 
     def segment_size(self, nbytes: int, usual: int) -> int:
         return self._network.segment_size(nbytes, usual)
