@@ -145,7 +145,7 @@ SCALE = np.dtype(
         ("mark_bytes", "i8"),  # bytes of the mark for each element
         ("blocks", "i8"),  # of all memories in a program for any counts, whose elements are bytes; else 0
         ("own", "i8", 2),  # of these, this rank's own block in source and target; -1: it is not in both
-        ("room", "i8"),  # bytes of scratch in a program for any counts
+        ("room", "i8"),  # bytes of scratch, and of landing memory, in a program for any counts
     ]
 )
 

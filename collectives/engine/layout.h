@@ -82,7 +82,7 @@ typedef struct {
     int64_t mark_bytes;  /* bytes of the mark for each element */
     int64_t blocks;      /* of all memories in a program for any counts, whose elements are bytes; else 0 */
     int64_t own[2];      /* of these, this rank's own block in source and target; -1: it is not in both */
-    int64_t room;        /* bytes of scratch in a program for any counts */
+    int64_t room;        /* bytes of scratch, and of landing memory, in a program for any counts */
 } Scale;
 
 typedef struct {

@@ -29,7 +29,7 @@ static void place(const Scale *scale, const int64_t *bounds, int memory, int64_t
                   int64_t *nbytes) {
     if (memory > LANDING) return;
     if (scale->blocks) {
-        int64_t block = scale->starts[memory] + (memory == SCRATCH ? chunk : chunk / BLOCK_SPACING);
+        int64_t block = scale->starts[memory] + (memory >= SCRATCH ? chunk : chunk / BLOCK_SPACING);
         *offset = bounds[block], *nbytes = 0;
         for (int64_t at = block; at < block + chunks; at++) *nbytes += bounds[scale->blocks + at];
         return;
@@ -99,7 +99,7 @@ void resize(Program *program, int64_t elements) {
 /* Set operands and labels for the blocks of source and target in the bounds; false if they are too long. */
 bool resize_blocks(Program *program) {
     Scale *scale = program->scale;
-    int64_t *bounds = program->bounds, *sizes = bounds + scale->blocks, totals[2] = {0, 0}, at = 0;
+    int64_t *bounds = program->bounds, *sizes = bounds + scale->blocks, totals[2] = {0, 0};
     bool has_all = true;
     for (int memory = SOURCE; memory <= TARGET; memory++)
         for (int64_t block = scale->starts[memory]; block < scale->starts[memory + 1]; block++) {
@@ -107,11 +107,14 @@ bool resize_blocks(Program *program) {
             totals[memory] += sizes[block];
             has_all &= sizes[block] > 0;
         }
-    for (int64_t block = scale->starts[SCRATCH]; block < scale->blocks; block++) {
-        bounds[block] = at;
-        at += sizes[block] = sizes[program->order[block]];
+    for (int memory = SCRATCH; memory <= LANDING; memory++) {
+        int64_t at = 0;
+        for (int64_t block = scale->starts[memory]; block < scale->starts[memory + 1]; block++) {
+            bounds[block] = at;
+            at += sizes[block] = sizes[program->order[block]];
+        }
+        if (at > scale->room) return false;
     }
-    if (at > scale->room) return false;
     scale->length = totals[SOURCE] > totals[TARGET] ? totals[SOURCE] : totals[TARGET];
     set_rows(program);
     for (int64_t number = 0; number < program->row_count; number++) /* a rank without data may be in its next call */

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from collectives.engine.assembly import Instruction, Place
 from collectives.transport.waits import Pauses
@@ -30,6 +30,9 @@ class Piece(NamedTuple):
     @property
     def iovec(self) -> Iovec:
         return Iovec(self.address, self.nbytes)
+
+
+Packing: TypeAlias = Callable[[Sequence[Piece]], list[Place]]
 
 
 class BoundMessage(NamedTuple):
@@ -70,11 +73,23 @@ class Wire(Protocol):
     in_mailboxes: bool = False
     """Messages use a channel of the node's mailboxes. One call at a time may run on a channel."""
 
-    lengths_vary = all_short = False
-    """Messages are bound for a program for any length, in chunks, and those in mailboxes all fit a bounce buffer."""
+    lengths_vary: bool = False
+    all_short: bool = False
+    """Set by `vary`."""
 
-    cell_bytes = part_bytes = streamed = 0
+    packing: Packing | None = None
+
+    cell_bytes: int = 0
+    part_bytes: int = 0
+    streamed: int = 0
     """Bytes of a bounce buffer, of the parts of long messages, and of the longest message that is cut into such."""
+
+    def vary(self, all_short: bool, packing: Packing) -> None:
+        """Bind messages for a program for any length, in chunks. `all_short`: those in mailboxes fit a bounce buffer.
+
+        `packing` gives the pieces of a message between nodes places one after the other.
+        """
+        self.lengths_vary, self.all_short, self.packing = True, all_short, packing
 
     def send(self, peer: int, pieces: Sequence[Piece], stable: bool = True) -> BoundMessage:
         """Bind a send to `peer`. `stable`: the pieces do not change before the message is complete."""

@@ -7,16 +7,18 @@ was bound for the counts, so that ranks with either work together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 
 import numpy as np
 
 from collectives.algorithms.catalog import find
+from collectives.engine.assembly import flat
 from collectives.engine.extension import available
-from collectives.engine.instructions import SCALE, Kind
+from collectives.engine.instructions import SCALE, SCRATCH
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
-from collectives.runtime.binding.any_length import BY_MPI, MOST_BYTES, largest, scales
+from collectives.runtime.binding.any_length import BY_MPI, IN_MAILBOXES, MOST_BYTES, largest, packing_in, scales
 from collectives.runtime.binding.binder import build
 from collectives.runtime.binding.chunk_locations import ChunkLocations
 from collectives.runtime.binding.local_work import LocalWork
@@ -65,8 +67,7 @@ def fits(scale: Scale, call: Call) -> bool:
     itemsize = call.unit.itemsize
     if scale.blocks is None:
         return scale.least <= call.lengths[0] <= scale.most
-    is_short = max(call.lengths) * itemsize <= scale.most and call.nbytes <= MOST_TOTAL
-    return is_short and (call.combine is None or call.nbytes <= MOST_BYTES)
+    return max(call.lengths) * itemsize <= scale.most and call.nbytes <= scale.total
 
 
 def placement_of(program: Program, call: Call) -> Placement:
@@ -91,8 +92,9 @@ def bind_any_counts(
     short: bool,
 ) -> Program | None:
     """Build the program of a call for any counts. None if impossible. `short`: only for blocks in a bounce buffer."""
-    wire.lengths_vary, wire.all_short = True, short
     sources, targets = sides(call)
+    held_blocks = [sources, targets]
+    wire.vary(short, packing_in(held_blocks, SPACING))
     ends = {block: SPACING * at for at, block in enumerate(targets)}
     starts = {block: SPACING * at for at, block in enumerate(sources)}
 
@@ -101,23 +103,26 @@ def bind_any_counts(
 
     spaced = call._replace(lengths=(1,) * len(call.lengths), send_blocks=held(call.send_blocks), recv_blocks=ends)
     task = call_binding.call_task(spaced, choice, rank, size, nodes)._replace(itemsize=1)
-    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 2, 1, call.combine, None)
+    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 4, 1, call.combine, None)
     chunks = ChunkLocations(task, wire, lands=work.lands)
-    forwarded = chunks.scratch_chunks
-    if work.lands or chunks.landing_length or not set(forwarded) <= set(sources):
+    if work.lands:
         return None
-    room = MOST_BYTES if forwarded else 0
-    work.allocate((room // call.unit.itemsize, 0), scratch)
+    held_blocks += chunks.scratch_chunks, chunks.landing_chunks
     program = build(task.schedule, chunks, wire, work)
-    instructions = [one for streams in program.rounds for stream in streams for one in stream]
-    if not all(scales(one, short) for one in instructions):
+    passing = [block for blocks in held_blocks[SCRATCH:] for block in blocks]
+    if not set(passing) <= {*sources, *targets}:
         return None
-    program.nbytes = room if scratch is None else 0
+    if not all(scales(one, short) for one in flat(program.rounds)):
+        return None
+    work.allocate([MOST_BYTES // call.unit.itemsize if one else 0 for one in held_blocks[SCRATCH:]], scratch)
+    program.hold(work.memories, work.nbytes * call.unit.itemsize)
     program.relocatable = True
-    operands = max((len(one.operands) for one in instructions if one.kind in (Kind.SEND, Kind.RECV)), default=1)
-    most = wire.part_bytes // max(1, operands) if short else MOST_TOTAL
-    if largest(program.rounds, BY_MPI):
-        most = min(most, call_binding.SEGMENT)
+    is_long = call.combine is None and not passing
+    total = MOST_TOTAL if is_long else MOST_BYTES // max(Counter(passing).values(), default=1)
+    most = MOST_TOTAL
+    for kinds, limit in ((BY_MPI, call_binding.SEGMENT), *([(IN_MAILBOXES, wire.part_bytes)] if short else [])):
+        if count := largest(program.rounds, kinds):
+            most = min(most, limit // count)
     own = set(sources) & set(targets)
     values = {
         "itemsize": 1,
@@ -128,14 +133,14 @@ def bind_any_counts(
         "part": wire.part_bytes,
         "streamed": wire.streamed if wire.node is not None and wire.node.reads else 1 << 62,
         "most": most,
-        "starts": np.cumsum([0, len(sources), len(targets), len(forwarded), 0]),
-        "blocks": len(sources) + len(targets) + len(forwarded),
+        "starts": np.cumsum([0, *map(len, held_blocks)]),
+        "blocks": sum(map(len, held_blocks)),
         "own": [-1, -1] if not own else [sources.index(min(own)), len(sources) + targets.index(min(own))],
-        "room": room,
+        "room": MOST_BYTES if passing else 0,
     }
     record = np.zeros(1, SCALE)
     for name, value in values.items():
         record[name] = value
-    order = [*range(len(sources) + len(targets)), *map(sources.index, forwarded)]
-    program.scale = Scale(0, most, record, np.array(order, np.int64), (len(sources), len(targets)))
+    order = [*range(len(sources) + len(targets)), *map([*sources, *targets].index, passing)]
+    program.scale = Scale(0, most, record, np.array(order, np.int64), (len(sources), len(targets)), total)
     return program

@@ -1,20 +1,20 @@
 """Programs for any length: one program runs all calls that differ only in the length of their data.
 
 Such a program is bound with chunks of one element, so that its operands are ranges of chunks. The engine sets their
-bytes for each length (`scale.c`). That is possible for dense host arrays, if the engine has the reduction, and each
-message between nodes leaves from one place. The messages are those of a program that was bound for the length, so that
-ranks with either work together; for those that are cut between nodes, each length has a program of its own.
+bytes for each length (`scale.c`). That is possible for dense host arrays, if the engine has the reduction. The messages
+are those of a program that was bound for the length, so that ranks with either work together. A length whose messages
+are cut between nodes has a program of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from collectives.algorithms.catalog import blocks
-from collectives.engine.assembly import NOWHERE, Instruction, Rounds, flat
-from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, LANDING, SCALE, SCRATCH, Kind
+from collectives.engine.assembly import NOWHERE, Instruction, Place, Rounds, flat
+from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, LANDING, SCALE, SCRATCH, TARGET, Kind
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
 from collectives.runtime.binding.binder import build
@@ -26,7 +26,7 @@ from collectives.schedule.chunks import MemorySpan, even
 from collectives.schedule.semantics import MEANINGS
 from collectives.schedule.topology import Nodes
 from collectives.selection.timing_table import AlgorithmChoice
-from collectives.transport.wire import Wire
+from collectives.transport.wire import Packing, Piece, Wire
 
 MOST_BYTES = 1 << 24
 """Bytes of the data of the longest calls. Longer ones take long enough for a program of their own."""
@@ -85,15 +85,15 @@ def bind_any_length(
     `short`: only of lengths whose messages all fit a bounce buffer.
     """
     vector, itemsize, segments = MEANINGS[call.collective].vector, call.unit.itemsize, choice.segments
-    wire.lengths_vary, wire.all_short = True, short
     task = call_binding.call_task(_with_unit_chunks(call, choice, size), choice, rank, size, nodes)
     task = task._replace(itemsize=1)  # operands count chunks: `scale.c` has their bytes
     orders = _orders(task.source, task.target)
     if orders is None:
         return None
+    wire.vary(short, packing_in(orders))
     pieces = len(task.lengths) if vector else segments
     grain = max(1, call_binding.LINE // itemsize) if vector else 1
-    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 2, 1, call.combine, None)
+    work = LocalWork([ElementArray(np.empty(0, call.unit), 0)] * 4, 1, call.combine, None)
     chunks = ChunkLocations(task, wire, lands=work.lands)
     call_bytes = call.nbytes // call.lengths[0]
     most = max(1, MOST_BYTES // call_bytes)
@@ -101,22 +101,20 @@ def bind_any_length(
     if work.lands:
         return None
     orders += chunks.scratch_chunks, chunks.landing_chunks
-    work.allocate([sum(lengths[chunk % pieces] for chunk in one) for one in orders[SCRATCH:]], scratch)
     program = build(task.schedule, chunks, wire, work)
     if not all(scales(one, short) for one in flat(program.rounds)):
         return None
     for kinds, limit in ((BY_MPI, call_binding.SEGMENT), *([(IN_MAILBOXES, wire.part_bytes)] if short else [])):
         if count := largest(program.rounds, kinds):
             most = min(most, (limit // itemsize // count - grain) * pieces)
-    program.nbytes *= itemsize
+    work.allocate([sum(lengths[chunk % pieces] for chunk in one) for one in orders[SCRATCH:]], scratch)
+    program.hold(work.memories, work.nbytes * itemsize)
     program.relocatable = True
     program.scale = _scale(call, wire, orders, pieces, grain, most, call_binding.mark_without_length(call, choice))
     return program
 
 
-def _scale(
-    call: Call, wire: Wire, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int
-) -> Scale:
+def _scale(call: Call, wire: Wire, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int) -> Scale:
     values = {
         "pieces": pieces,
         "grain": grain,
@@ -161,6 +159,21 @@ def _orders(*places: Mapping[int, MemorySpan]) -> list[list[int]] | None:
     # `resize` adds up lengths in this order: a gap would shift all places behind it
     dense = all(sorted(at) == list(range(len(at))) for at in found)
     return orders if dense else None
+
+
+def packing_in(held: list[list[int]], spacing: int = 1) -> Packing:
+    """`Packing` in landing memory. `held`: chunks of each memory; in source and target `spacing` apart."""
+
+    def pack(pieces: Sequence[Piece]) -> list[Place]:
+        places = []
+        for piece in pieces:
+            memory, offset = piece.place
+            at = offset // spacing if memory <= TARGET else offset
+            places.append(Place(LANDING, len(held[LANDING])))
+            held[LANDING] += held[memory][at : at + piece.nbytes]
+        return places
+
+    return pack
 
 
 def largest(rounds: Rounds, kinds: Container[Kind]) -> int:

@@ -154,8 +154,8 @@ class _ProgramBinder:
         arrivals = [(action.step, action.message) for action in actions if action.message is not None]
         arriving = [message for _, message in sorted([*receives, *arrivals], key=itemgetter(0))]  # by step
         departing = [message for message, _ in sends]
-        leaving = sum(self.work.piece(place).nbytes for _, places in sends for place in places)
-        short = self.wire.all_short if self.wire.lengths_vary else leaving <= EAGER_BYTES
+        nbytes = sum(self.work.piece(place).nbytes for _, places in sends for place in places)
+        short = self.wire.all_short if self.wire.lengths_vary else nbytes <= EAGER_BYTES
         messages = [*departing, *arriving] if short else [*arriving, *departing]  # eager sends complete at once
         if self.wire.node is not None and (not messages or any(message.key for message in messages)):
             self._streams(sends, arriving, actions, meanwhile)

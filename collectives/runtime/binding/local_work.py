@@ -11,7 +11,7 @@ import numpy as np
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.engine.assembly import Instruction, MemoryOperand, OnMemories, Place, calling
 from collectives.engine.extension import reduction_number
-from collectives.engine.instructions import COPY, Kind
+from collectives.engine.instructions import COPY, SCRATCH, Kind
 from collectives.runtime.arguments.ops import Combiner
 from collectives.runtime.execution.program_memory import ElementArray, ScratchMemory
 from collectives.schedule.chunks import MemorySpan
@@ -38,13 +38,13 @@ class LocalWork:
         """Incoming operands land in memory of this rank before they are reduced: the engine cannot reduce them."""
 
     def allocate(self, lengths: Sequence[int], place: DeviceMemory | ScratchMemory | None) -> None:
-        """Add scratch and landing memory of so many elements to the memories of the program."""
+        """Let scratch and landing memory of so many elements be the last memories of the program."""
         if isinstance(place, ScratchMemory):
             more, self.nbytes = place.arrays(lengths, self._dtype)
         else:
             more = [ElementArray.allocate(count, self._dtype, place or np) for count in lengths]
             self.nbytes = sum(lengths) * self.itemsize
-        self.memories = [*self.memories, *more]
+        self.memories = [*self.memories[:SCRATCH], *more]
 
     def place(self, span: MemorySpan) -> Place:
         """Memory of a span, and the byte at which the span begins in it."""

@@ -174,7 +174,7 @@ class ProgramBuilder:
     ) -> Program | None:
         """Build the program of a call for any length or counts, or any `short` ones. None if there is none."""
         pins = self._transports.pinning.mailboxes is not None
-        if self._size == 1 or pins or self._async_progress:  # `deferred` depends on length
+        if pins or self._async_progress:  # `deferred` depends on length
             return None
         wire = self.wire(call, choice, form, channel)
         if wire.node is None and short:

@@ -113,8 +113,13 @@ class Program(AwaitedProgram):
         memories: Sequence[ElementArray] = (),
         stream: DeviceMemory | None = None,
     ) -> None:
-        self.rounds, self.wire, self.nbytes, self.memories, self.stream = rounds, wire, nbytes, memories, stream
+        self.rounds, self.wire, self.stream = rounds, wire, stream
         self._bases = new_bases()
+        self.hold(memories, nbytes)
+
+    def hold(self, memories: Sequence[ElementArray], nbytes: int) -> None:
+        """Set the memories of the program, of which no other program uses `nbytes` of scratch memory."""
+        self.memories, self.nbytes = memories, nbytes
         for number, memory in enumerate(memories):
             self._bases[number] = memory.address
 

@@ -43,6 +43,7 @@ class Scale(NamedTuple):
     least, most : elements of the shortest and longest call, in a vector or in each block
     record, order : arguments of the engine's `scale`
     blocks : number of blocks in source and target of a program for any counts, `most` in bytes
+    total : bytes of all blocks together at most
     """
 
     least: int
@@ -50,6 +51,7 @@ class Scale(NamedTuple):
     record: np.ndarray
     order: np.ndarray
     blocks: tuple[int, int] | None = None
+    total: int = 0
 
 
 class ElementArray(NamedTuple):

@@ -84,7 +84,9 @@ class MpiTransport(Wire):
         return BoundMessage(starts, ends)
 
     def _pack(self, pieces: Sequence[Piece]) -> list[Place]:
-        """Places, one after the other, in memory of the transport's own."""
+        """Places, one after the other: in a program of one length, in memory of the transport's own."""
+        if self.packing is not None:
+            return self.packing(pieces)
         packed = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
         self._packed.append(packed)
         at, places = MPI.Get_address(packed), []

@@ -26,7 +26,7 @@ from collectives.transport.mpi.mpi_transport import MpiTransport
 from collectives.transport.node.mailbox import RENDEZVOUS_BYTES, MailboxEdge, NodeMemory, address_label, label
 from collectives.transport.node.staging_chunks import HostChunkSend, StagingChunks, part_size
 from collectives.transport.waits import Pauses
-from collectives.transport.wire import BoundMessage, Combining, Piece, Wire
+from collectives.transport.wire import BoundMessage, Combining, Packing, Piece, Wire
 
 BYTE = np.dtype(np.uint8)
 
@@ -93,6 +93,10 @@ class NodeAwareTransport(Wire):
         )
         read = Instruction(Kind.WAIT_READ, link=edge, after=send_row) if send_row.address_label else None
         return BoundMessage([*starts, send_row], [], key, read)
+
+    def vary(self, all_short: bool, packing: Packing) -> None:
+        super().vary(all_short, packing)
+        self._network.vary(all_short, packing)
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> BoundMessage:
         if peer not in self._edges:

@@ -5,6 +5,7 @@ import pytest
 from mpi4py import MPI
 from support.engines import interpreter
 
+from collectives import Communicator
 from collectives.engine.extension import available
 
 LONGEST = [3, 2000, 40_000]
@@ -69,6 +70,25 @@ class Counted:
 CALLS = ["alltoallv", "ialltoallv", "allgatherv", "allgatherv_in_place", "gatherv", "scatterv", "reduce_scatter"]
 
 
+PLACES = {
+    "one node": lambda size: None,
+    "pairs": lambda size: [rank // 2 for rank in range(size)],
+    "apart": lambda size: list(range(size)),
+}
+"""Nodes of the ranks."""
+
+
+@pytest.fixture(params=PLACES)
+def placed(request, comm):
+    """A communicator of one node or several."""
+    nodes = PLACES[request.param](comm.size)
+    if nodes is None:
+        yield comm
+    else:
+        with Communicator(MPI.COMM_WORLD, nodes=nodes) as found:
+            yield found
+
+
 def drawn_counts(seed, longest):
     """Counts of a call, some of them 0."""
     rng, size = np.random.default_rng(seed), MPI.COMM_WORLD.size
@@ -86,35 +106,35 @@ def run(comm, call, dtype, seed, longest, gap):
 
 @pytest.mark.parametrize("longest", LONGEST)
 @pytest.mark.parametrize("call", CALLS)
-def test_results_of_the_mpi(comm, call, longest):
+def test_results_of_the_mpi(placed, call, longest):
     for seed in range(8):
         dtype, gap = (np.float64, seed % 3) if seed != 5 else (np.int32, 1)
         expected = run(MPI.COMM_WORLD, call, dtype, seed, longest, gap)
-        np.testing.assert_array_equal(run(comm, call, dtype, seed, longest, gap), expected)
+        np.testing.assert_array_equal(run(placed, call, dtype, seed, longest, gap), expected)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_beside_ranks_that_bind_for_their_counts(comm, call):
+def test_beside_ranks_that_bind_for_their_counts(placed, call):
     """Rank 0 binds each call for its counts, as without the compiled engine."""
     for seed in range(4):
         expected = run(MPI.COMM_WORLD, call, np.float64, seed, 3000, 1)
-        if comm.rank == 0:
+        if placed.rank == 0:
             with interpreter():
-                found = run(comm, call, np.float64, seed, 3000, 1)
+                found = run(placed, call, np.float64, seed, 3000, 1)
         else:
-            found = run(comm, call, np.float64, seed, 3000, 1)
+            found = run(placed, call, np.float64, seed, 3000, 1)
         np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
 @pytest.mark.parametrize("call", ["alltoallv", "allgatherv", "gatherv", "scatterv", "reduce_scatter"])
-def test_programs_do_not_grow_in_number(comm, call):
-    run(comm, call, np.float64, 0, 30, 1)
-    run(comm, call, np.float64, 0, 40_000, 1)
+def test_programs_do_not_grow_in_number(placed, call):
+    run(placed, call, np.float64, 0, 30, 1)
+    run(placed, call, np.float64, 0, 40_000, 1)
     sizes = []
     for seed in range(40):
-        run(comm, call, np.float64, seed, 30, 1)
-        cache = comm._planner.cache
+        run(placed, call, np.float64, seed, 30, 1)
+        cache = placed._planner.cache
         sizes.append(len(cache.bound) + sum(map(len, cache.calls)))
     assert sizes[-1] <= sizes[10] + 4  # other size classes may choose other algorithms
 

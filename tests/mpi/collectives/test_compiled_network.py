@@ -66,6 +66,35 @@ def test_messages_between_nodes_are_compiled(quick, count):
     assert any(quick.allgather(sends))
 
 
+@pytest.mark.parametrize("longest", [40, 3000, 200_000])
+def test_programs_for_any_length(quick, longest, monkeypatch):
+    """Lengths that no call had before, beside a rank that binds each call for its length."""
+    rank, size = quick.Get_rank(), quick.Get_size()
+    if rank == size - 1 and longest == 3000:
+        monkeypatch.setattr(type(quick._planner._builder), "bind_any_length", lambda *_: None)
+    lengths, programs = np.random.default_rng(longest).integers(1, longest, 40), []
+    for count in lengths.tolist():
+        mine, all_, one = np.arange(count) + float(rank), np.zeros(count * size), np.zeros(count)
+        quick.Allreduce(mine, one)
+        assert (one == size * np.arange(count) + size * (size - 1) // 2).all()
+        quick.Allgather(mine, all_)
+        assert all((all_[count * peer :][:count] == np.arange(count) + peer).all() for peer in range(size))
+        quick.Reduce_scatter_block(all_, one)
+        assert (one == size * (np.arange(count) + rank)).all()
+        quick.Scan(mine, one)
+        assert (one == (rank + 1) * np.arange(count) + rank * (rank + 1) // 2).all()
+        requests = [quick.Ialltoall(all_, other := np.zeros_like(all_)), quick.Ibcast(mine, size - 1)]
+        for request in requests:
+            request.Wait()
+        assert (other.reshape(size, count) == np.arange(count) + rank).all()
+        assert (mine == np.arange(count) + size - 1).all()
+        programs.append(sum(len(cache.bound) for cache in (quick._planner.cache, quick._planner.nonblocking)))
+    if longest == 40 and available() and size > 1:
+        assert programs[-1] <= programs[10] + 8  # non-blocking calls take the channels in turn
+    if size == 3 and longest == 40 and available():
+        assert any(program.scale is not None and Kind.NET_SEND in program.kinds for _, program in entries(quick))
+
+
 def test_a_compiled_rank_and_one_that_is_not(world, nodes, monkeypatch):
     if world.Get_rank() % 2 == 0:
         use_interpreter(monkeypatch)
