@@ -82,7 +82,8 @@ class NodeAwareTransport(Wire):
             starts.append(Instruction(Kind.LOCAL, operands))
             pieces = [Piece(nbytes, Place(ABSOLUTE, MPI.Get_address(packed)), 0)]
         is_long_enough = nbytes >= RENDEZVOUS_BYTES or self.lengths_vary
-        may_choose = stable and is_long_enough and len(pieces) <= ADDRESSES
+        waits = stable or (self.lengths_vary and not self.all_short)  # it may be too long for a bounce buffer
+        may_choose = waits and is_long_enough and len(pieces) <= ADDRESSES
         send_row = Instruction(
             Kind.SEND,
             [MemoryOperand(piece.nbytes, piece.place) for piece in pieces],
