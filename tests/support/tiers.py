@@ -10,7 +10,7 @@ def default(names, *chosen):
 
 
 def combinations(cases):
-    """Combinations for `parametrize`, of which the default tier takes a few in which every value of each place occurs."""
+    """Combinations for `parametrize`, of which the default tier takes a few with every value of every parameter."""
     few = covering({case: set(enumerate(map(id, case))) for case in cases})
     return [case if case in few else pytest.param(*case, marks=pytest.mark.full) for case in cases]
 

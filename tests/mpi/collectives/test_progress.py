@@ -10,8 +10,6 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.runtime.execution.progress import active_requests, progress_lock, progress_thread
 
-pytestmark = pytest.mark.ranks(1, 2)
-
 
 @pytest.mark.parametrize("form", ["Allreduce", "Barrier", "Bcast"])
 def test_a_send_goes_on_while_its_rank_is_in_a_collective(comm, form):

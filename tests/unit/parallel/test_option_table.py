@@ -27,7 +27,7 @@ def patience(monkeypatch):
 
 
 def sample():
-    """Cells of the default tier: of every row one that trains, in the column with the fewest, and one that is refused."""
+    """Cells of the default tier: of every row one that trains, in the column with the fewest, and one refused."""
     taken, chosen = Counter(), {}
     for name, cells in CELLS.items():
         chosen[name] = []
