@@ -188,6 +188,7 @@ def meshes(ranks, layouts=("dp", "zero1")):
     return [f"pp={one},{kind}={ranks // one}" for one in stages for kind in layouts]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "more", [{}, pytest.param({"reproducible": True, "precision": "bf16"}, marks=pytest.mark.full)], ids=str
 )
@@ -199,6 +200,7 @@ def test_of_every_schedule(comm, schedule, more):
     of_a_pipeline(comm, schedule, [f"pp={comm.size}"] if updates else meshes(comm.size), **more)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", REPLICAS)
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe"])
 def test_of_every_layout_of_replicas(comm, schedule, layout):
