@@ -57,4 +57,4 @@ def digest(files: list[str], folder: str) -> list[tuple[str, str]]:
     return [("SOURCES", f'"{names}"'), ("DIGEST", f"{found:#x}u")]
 
 
-setup(ext_modules=extensions())
+setup(ext_modules=extensions(), options={"build_ext": {"parallel": os.cpu_count()}})

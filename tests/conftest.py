@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 import pytest
+from support.tiers import covering
 
 os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir() + "/chorus-tests"  # what was tuned on this machine decides nothing
 
@@ -27,7 +28,12 @@ def parameter_values(case, marks):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc):
-    """Leave out of the default tier all cases of a test but a few in which every value of every parameter occurs."""
+    """Leave out of the default tier all cases of a test but a few in which every value of every parameter occurs.
+
+    Of a test marked `sweep(share)` it takes one of `share` values of the parameter with the most, others in every test.
+    Such a test's subject is what runs algorithms, layouts or options: its faults show with many of them. What is wrong
+    with one of them is found by the tests whose subject it is, none of which is a sweep.
+    """
     yield
     test = metafunc.definition
     if metafunc.config.option.markexpr != DEFAULT or test.get_closest_marker("full") is not None:
@@ -37,23 +43,21 @@ def pytest_generate_tests(metafunc):
     if len(cases) > 1:
         # An order that mixes the values of all parameters, and is the same on all ranks.
         mixed = sorted(range(len(cases)), key=lambda at: hashlib.md5(f"{test.name}[{cases[at].id}]".encode()).digest())
-        chosen = covering({at: set(parameter_values(cases[at], marks)) for at in mixed})
-        metafunc._calls = [cases[at] for at in sorted(chosen)]
+        values = {at: set(parameter_values(cases[at], marks)) for at in mixed}
+        if sweep := test.get_closest_marker("sweep"):
+            values = swept(values, *sweep.args)
+        metafunc._calls = [cases[at] for at in sorted(covering(values))]
 
 
-def covering(values):
-    """A few cases in which all values occur: again and again one with the most values that do not occur yet."""
-    chosen, missing = set(), set().union(*values.values())
-    candidates = {len(missing): list(values)}  # by at least as many missing values as they have
-    for count in range(len(missing), 0, -1):
-        for item in candidates.get(count, ()):
-            new = len(values[item] & missing)
-            if new == count:
-                chosen.add(item)
-                missing -= values[item]
-            else:
-                candidates.setdefault(new, []).append(item)
-    return chosen
+def swept(values, share):
+    """Cases with one of `share` values of the parameter that has the most."""
+    parameters = {}
+    for some in values.values():
+        for name, value in some:
+            parameters.setdefault(name, {})[name, value] = True
+    longest = max(parameters.values(), key=len)
+    kept = {*list(longest)[::share]}
+    return {at: some for at, some in values.items() if some & kept}
 
 
 def pytest_collection_finish():

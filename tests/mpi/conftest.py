@@ -18,7 +18,9 @@ LARGEST = 3
 RANKS = {"collectives": (1, 3), "quant": (1, 3), "parallel": (2,), "scripts": (2,), "docs": (2, 3), ".": (1, 3)}
 """Numbers of ranks of the default tier, by folder: those on which a test can find a fault that no other one finds.
 
-Three ranks are the fewest with a sum whose order matters, a ring with a direction, and a stage in the middle.
+Three ranks are the fewest with a sum whose order matters, a ring with a direction, a stage in the middle, two workers
+of a server, and two ranks that wait for one. What does not depend on these, as arguments, objects, errors of settings,
+memory and counts, has a mark for two ranks: they are quicker where three would share two cores.
 """
 
 

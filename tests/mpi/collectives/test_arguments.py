@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 N = 6
 
 

@@ -16,6 +16,8 @@ from collectives.runtime.builders.program_builder import DEFERRED_BYTES
 from collectives.runtime.execution.progress import progress_lock, progress_thread
 from collectives.transport.node import mailbox_layout
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 LONG = DEFERRED_BYTES // 8
 
 

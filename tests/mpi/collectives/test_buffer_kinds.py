@@ -13,6 +13,8 @@ from collectives import Communicator
 from collectives.engine.extension import available
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 N = 64
 
 

@@ -73,6 +73,7 @@ def test_every_dtype(comm, method, form):
         perform(comm, form, method, TABLE[method].make(asked), turns=1)
 
 
+@pytest.mark.sweep(3)
 @every_entry
 @pytest.mark.parametrize("form", ["blocking", pytest.param("non-blocking", marks=pytest.mark.full)])
 def test_long_vectors(comm, method, algorithm, form):

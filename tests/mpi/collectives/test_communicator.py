@@ -11,6 +11,8 @@ from collectives.runtime.planning import agreement
 from collectives.transport import waits
 from collectives.transport.node import placement
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def works(comm):
     total = np.zeros(3)

@@ -86,6 +86,7 @@ TURNS = {"blocking": 4, "non-blocking": 10, "persistent": 12}
 """Calls on the same arrays after which the last ones run compiled, in every channel."""
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("nbytes", [0, 8, 1000, 40_000, 300_000])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("method", "algorithm"), ENTRIES)

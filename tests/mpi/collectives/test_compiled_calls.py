@@ -13,7 +13,10 @@ from collectives import Communicator
 from collectives.engine.extension import available
 from collectives.runtime.planning.compiled_calls import MAX_ENTRIES
 
-pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
+pytestmark = [
+    pytest.mark.ranks(1, 2),
+    pytest.mark.skipif(not available(), reason="this installation has no compiled engine"),
+]
 
 
 @pytest.fixture

@@ -20,9 +20,12 @@ from collectives.runtime.requests import request
 from collectives.runtime.requests.native_requests import EndedRequest
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 
-pytestmark = pytest.mark.skipif(
-    MPI.Query_thread() != MPI.THREAD_MULTIPLE or not available(), reason="all is left to Python then"
-)
+pytestmark = [
+    pytest.mark.ranks(1, 2),
+    pytest.mark.skipif(
+        MPI.Query_thread() != MPI.THREAD_MULTIPLE or not available(), reason="all is left to Python then"
+    ),
+]
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from collectives.engine.extension import available
 from collectives.runtime.binding import packing
 from collectives.transport.node.mailbox_layout import NONBLOCKING
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 N = 12
 
 

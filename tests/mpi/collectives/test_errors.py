@@ -7,6 +7,8 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.errors import InvalidArgument
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 X, Y = np.arange(4.0), np.zeros(4)
 READ_ONLY = np.zeros(4)
 READ_ONLY.flags.writeable = False

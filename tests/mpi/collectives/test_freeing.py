@@ -18,6 +18,8 @@ from collectives.runtime.requests.program_end import open_communicators
 from collectives.transport.memory import shared_node
 from collectives.transport.node import placement
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def refuse(pid, number):
     raise PermissionError(errno.EACCES, "a sandbox")

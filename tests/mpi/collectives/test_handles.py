@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def larger(sent, result, datatype):
     """The larger of two float64."""

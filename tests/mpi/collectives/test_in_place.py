@@ -8,6 +8,8 @@ from support.exchange_cases import FORMS, TABLE, Question, perform
 from collectives import Communicator
 from collectives.errors import InvalidType
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 METHODS = [method for method, line in TABLE.items() if line.in_place]
 EQUAL = {"int": int(MPI.IN_PLACE), "-1": -1, "1": 1, "True": True}  # MPI.IN_PLACE is -1 or 1, depending on the MPI
 

@@ -11,7 +11,10 @@ from collectives.engine.extension import available
 from collectives.errors import Mismatch
 from collectives.transport.node import mailbox
 
-pytestmark = pytest.mark.skipif(not available(), reason="this installation has no compiled engine")
+pytestmark = [
+    pytest.mark.ranks(1, 2),
+    pytest.mark.skipif(not available(), reason="this installation has no compiled engine"),
+]
 
 CHUNK, CHUNKS = 1 << 16, 16
 LEAST = 2 * CHUNK

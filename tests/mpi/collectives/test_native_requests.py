@@ -16,6 +16,8 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.execution.progress import mpi_is_thread_safe, progress_words
 from collectives.runtime.requests.native_requests import GeneralizedHandle, PendingHandle
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 ALL = {
     "Waitall": MPI.Request.Waitall,
     "Testall": lambda requests: until(MPI.Request.Testall, requests),

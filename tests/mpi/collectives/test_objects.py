@@ -11,6 +11,8 @@ from collectives.errors import InvalidArgument
 from collectives.runtime.methods.object_messages import LEAST_BUFFER, MOST_BUFFERS, ROOM, lower_blocks, tree
 from collectives.runtime.methods.object_methods import LONG, MOST_REDUCED
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 LENGTHS = [0, 1, 300, *range(ROOM - 30, ROOM + 2), 5000, 300_000]
 
 

@@ -13,6 +13,8 @@ from collectives.runtime.planning import program_cache as kept
 from collectives.transport.mpi.mpi_transport import MpiTransport
 from collectives.transport.node import mailbox_layout
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 @pytest.fixture
 def own(world):

@@ -14,6 +14,8 @@ from collectives.engine.instructions import CallState
 from collectives.errors import Mismatch, Timeout
 from collectives.runtime.record.writer import record
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 def calls_of(made):
     """(collective, form, channel, turn, bytes, state) of the calls that a function made, and their communicators."""

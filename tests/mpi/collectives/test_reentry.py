@@ -15,6 +15,8 @@ from collectives import Communicator
 from collectives.errors import RanksDisagree
 from collectives.runtime.execution.progress import mpi_is_thread_safe
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 class UseInFinalizer:
     """Object in a cycle, which only the collector finds; its finalizer calls a method of a request."""

@@ -8,6 +8,8 @@ from mpi4py import MPI
 
 from collectives.runtime.execution.progress import progress
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 N = 100
 
 

@@ -16,6 +16,8 @@ from collectives.transport.memory.shared_node import SharedNode
 from collectives.transport.node import placement
 from collectives.transport.node.mailbox_layout import CHANNELS, FIRST_CHANNELS
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 needs_proc = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 
 

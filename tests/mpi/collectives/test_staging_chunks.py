@@ -20,7 +20,7 @@ from collectives.transport.node import placement, staging_chunks
 from collectives.transport.node.mailbox import CELL, NodeMemory
 from collectives.transport.node.staging_chunks import CHUNK, SHORTEST, StagingChunks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.ranks(1, 2), pytest.mark.timeout(60)]
 
 MANY = 16 * CHUNK
 """Bytes of a message that is cut to whole chunks."""

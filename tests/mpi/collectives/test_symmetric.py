@@ -408,6 +408,7 @@ def mixed(comm, which, line, n, dtype, root, in_place):
     return line.make(asked)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("method", "algorithm"), [entry for entry in ENTRIES if entry[0] != "Barrier"])
 @pytest.mark.parametrize(("nbytes", "segments"), [(mailbox.RENDEZVOUS_BYTES, None), (mailbox_layout.CELL + 64, 2)])
 def test_every_algorithm(comm, method, algorithm, nbytes, segments):
@@ -446,6 +447,7 @@ def places():
             yield pytest.param(method, algorithm, in_place, marks=[pytest.mark.full] if other else [])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("method", "algorithm", "in_place"), list(places()))
 def test_every_algorithm_bound_to_arrays_that_all_see(comm, method, algorithm, in_place):
     """Whole messages between the cells of persistent channels and what is read where it lies."""

@@ -14,6 +14,8 @@ from collectives.runtime.builders import native
 from collectives.selection import timing_file
 from collectives.selection.timing_table import NATIVE, AlgorithmChoice, TimingKey, TimingTable, shape
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 @pytest.fixture
 def folder(world, tmp_path):

@@ -7,6 +7,8 @@ from mpi4py import MPI
 from collectives import Communicator
 from collectives.runtime.binding import packing
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 SHAPES = {"short rows": (7, 5, 6), "long rows": (9, 40, 66), "one": (1, 2, 1)}
 
 

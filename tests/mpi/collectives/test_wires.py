@@ -24,6 +24,8 @@ from collectives.transport.node.placement import place_ranks
 from collectives.transport.node.shm import NodeAwareTransport
 from collectives.transport.node.staging_chunks import part_size, share_chunks
 
+pytestmark = pytest.mark.ranks(1, 2)
+
 
 class OnDevice(DeviceNodeTransport):
     """The transport of device memory; the stand-in's GPU takes the memory of the messages for its own."""

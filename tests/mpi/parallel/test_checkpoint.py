@@ -11,8 +11,6 @@ from parallel.engine.data_parallel.layouts import LAYOUTS
 from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
-pytestmark = pytest.mark.ranks(3)
-
 SAID = {"data": "teacher_classes", "model": "mlp:tiny", "batch": 24, "micro_batch": 5, "dropout": 0.1, "steps": 6}
 
 
@@ -34,6 +32,7 @@ def same(one, other):
     return len(pairs) > 5 and all(a[0] == b[0] and np.array_equal(a[1], b[1]) for a, b in pairs)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("read", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize("written", LAYOUTS)
 def test_from_any_layout_to_any_on_fewer_ranks(world, comm, folder, written, read):
@@ -82,6 +81,7 @@ def test_what_replicas_go_on_with_is_what_would_have_been(comm, folder, style, p
     assert same(all_in(folder / "parts")[-1], all_in(folder / "whole")[-1])
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("style", ["local", "group", "sgp", "hogwild"])
 def test_from_replicas_to_layouts_and_back(comm, folder, style):
     """On any number of ranks: what one of them saves, the other has."""

@@ -26,8 +26,6 @@ from parallel.optim.optimizers import SGD
 from parallel.runtime.consistency_check import StepFailed
 from quant import grouped
 
-pytestmark = pytest.mark.ranks(3)
-
 HOWS = ("int8", "int4", "qsgd:6", "terngrad", "sign", "topk:0.05", "topk:1", "powersgd:1", "powersgd:3")
 hows = pytest.mark.parametrize("how", HOWS)
 
@@ -111,6 +109,7 @@ def test_all_of_the_largest_is_everything(comm):
     assert not lost.any()
 
 
+@pytest.mark.ranks(3)
 @hows
 def test_nodes_of_several_ranks_lose_nothing_either(how):
     nodes = [rank // 2 for rank in range(MPI.COMM_WORLD.size)]

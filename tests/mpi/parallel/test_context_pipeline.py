@@ -76,6 +76,7 @@ def test_a_mesh_trains_as_one_rank_does(comm, alone, context):
             np.testing.assert_allclose(same_state[name], tensor, rtol=2e-3, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("schedule", "precision", "sequence"),
     [
@@ -123,6 +124,7 @@ def one_dropout(recompute):
     return model
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_operators_with_several_uses_have_the_same_bits_on_any_mesh(comm, alone, recompute):
     """Uses on several stages of a pipeline, with parts of sequences and of features on several ranks."""

@@ -165,6 +165,7 @@ def reproducible_meshes(ranks):
     return [mesh for mesh in meshes(ranks) if ranks & (ranks - 1) == 0] or [f"dp={ranks}"]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("layout", "precision", "sequence"),
     [("dp", "fp32", False), ("zero1", "bf16", False), ("zero3", "fp32", False), ("zero2", "bf16", True)],

@@ -260,6 +260,7 @@ def errors_at(layout, point):
     return ERRORS if point == "forward" else [ValueError, SystemExit]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_error_in_a_function_that_writes(make, layout):
     case = make(layout)
@@ -278,6 +279,7 @@ def test_an_error_in_a_function_that_writes(make, layout):
     case.engine.close()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "layout", default([name for name in LAYOUTS if name not in (*REPLICAS, *SERVERS)], "dp", "zero3", "pp", "tp", "ep")
 )
@@ -312,6 +314,7 @@ NEXT_CALLS = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", default(LAYOUTS, "dp", "zero3", "pool", "pp", "ep", "ps", "local", "hogwild"))
 @pytest.mark.parametrize("name", NEXT_CALLS)
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
@@ -353,6 +356,7 @@ def break_exchange(monkeypatch, number):
         monkeypatch.setattr(Communicator, name, failing(name, getattr(Communicator, name)))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("layout", default(SYNCHRONOUS, "dp", "zero3", "pp", "cp", "ep"))
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from parallel.nn.flat_params import FlatParams
 from parallel.trainer.recipes import complete
 from parallel.trainer.trainer import Training
 
-pytestmark = pytest.mark.ranks(3)
-
 RECIPE = {"epochs": 60, "local_epochs": 1, "batch": 10, "optimizer": "sgd", "rate": 0.05}
 
 OPTIONS = {"layout": "federated", "precision": "fp64", "clients": 7, "client_fraction": 0.5, "local_epochs": 2}

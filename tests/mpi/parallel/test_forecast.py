@@ -65,17 +65,20 @@ MORE = [
 ]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS])
 def test_of_data_parallelism(comm, data, layout, more):
     agree(*forecast_and_ledger(comm, data, layout=layout, **more))
 
 
+@pytest.mark.ranks(2)
 def test_of_buckets_larger_than_the_first(comm, data):
     """With as many bytes in the first bucket as in the others there would be fewer of them, and a longer part."""
     agree(*forecast_and_ledger(comm, data, layout="zero1", model="mlp:medium", bucket_bytes=4 << 20, batch=23))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("compress", COMPRESSORS)
 def test_of_compressed_gradients(comm, data, compress):
     """What is owed, and what was owed before the step."""
@@ -85,6 +88,7 @@ def test_of_compressed_gradients(comm, data, compress):
         assert forecast.predicted["buffers"] >= 2 * ledger.allocated["gradients"]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("choice", ["none", "int8"])
 def test_of_a_choice_made_here(comm, data, monkeypatch, choice):
     """It is made once, before the forecast, and told."""
@@ -98,6 +102,7 @@ def test_of_a_choice_made_here(comm, data, monkeypatch, choice):
         agree(made.forecast, made.engine.ledger)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [name for name, line in LAYOUTS.items() if line.drawn])
 def test_of_micro_batches_that_are_drawn(comm, data, layout):
     """Any rank may have had the largest, or only the shortest; everything else is known."""
@@ -120,6 +125,7 @@ def test_of_experts_on_different_ranks(comm, layout, experts):
         assert made.forecast.needed == made.engine.ledger.needed
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_of_replicas(comm, data, style):
     if style == "hogwild" and len(set(comm.nodes or (0,))) > 1:
@@ -182,6 +188,7 @@ def meshes(ranks, layouts=("dp", "zero1")):
     return [f"pp={one},{kind}={ranks // one}" for one in stages for kind in layouts]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "more", [{}, pytest.param({"reproducible": True, "precision": "bf16"}, marks=pytest.mark.full)], ids=str
 )
@@ -193,6 +200,7 @@ def test_of_every_schedule(comm, schedule, more):
     of_a_pipeline(comm, schedule, [f"pp={comm.size}"] if updates else meshes(comm.size), **more)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", REPLICAS)
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe"])
 def test_of_every_layout_of_replicas(comm, schedule, layout):

@@ -196,6 +196,7 @@ def assert_all_after_the_backward(made):
     assert exchanges and all(event.start >= ends for event in exchanges)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp", "zero1"])
 @pytest.mark.parametrize("count", [1, 5])
 def test_one_exchange_a_step_however_many_micro_batches(comm, layout, count):
@@ -206,6 +207,7 @@ def test_one_exchange_a_step_however_many_micro_batches(comm, layout, count):
         assert buckets == list(range(1 if layout == "dp-naive" else 6))
 
 
+@pytest.mark.ranks(2)
 def test_allreduces_start_before_the_backward_ends(comm):
     with engine(comm, "dp", trace=True) as made:
         report = made.step(tiny_models.batches(made.share(2 * comm.size)))
@@ -223,6 +225,7 @@ def test_allreduces_start_before_the_backward_ends(comm):
         assert not made.events
 
 
+@pytest.mark.ranks(2)
 def test_weights_are_at_hand_while_they_are_used(comm):
     """Of stage 3: those of a unit and of what is tied to it, and nobody else's."""
     seen = []
@@ -263,6 +266,7 @@ def test_a_step_for_one_rank_only(comm, layout, reproducible, alone):
         assert made.evaluate(tiny_models.batches([0] if comm.rank == last else [], 1)).count == 5
 
 
+@pytest.mark.ranks(2)
 @layouts
 def test_nothing_to_learn(comm, layout):
     with engine(comm, layout, clip=1.0) as made:
@@ -277,6 +281,7 @@ def test_nothing_to_learn(comm, layout):
 # ------------------------------------------------------------------------------------------ trouble
 
 
+@pytest.mark.ranks(2)
 @layouts
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_loss_that_is_no_number(comm, layout, reproducible):
@@ -294,6 +299,7 @@ def test_a_loss_that_is_no_number(comm, layout, reproducible):
         assert made.step(tiny_models.batches(made.share(3))).loss > 0
 
 
+@pytest.mark.ranks(2)
 @layouts
 @pytest.mark.parametrize("when", ["forward", "backward", "before"])
 def test_one_rank_fails(comm, layout, when, alone):
@@ -339,6 +345,7 @@ class Overflows(tiny_models.Squares):
         return saved * saved.dtype.type(np.inf)
 
 
+@pytest.mark.ranks(2)
 @layouts
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_gradient_that_is_no_number(comm, layout, clip):
@@ -351,6 +358,7 @@ def test_a_gradient_that_is_no_number(comm, layout, clip):
         assert made.updates == 0 and differing(before, whole(comm, made)) == []
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
     """Squares of every block are finite, their sum is not: no step is made, least of all one of length 0."""
@@ -367,6 +375,7 @@ def test_a_norm_that_is_no_number(comm, clip, monkeypatch):
         assert (report.skipped, report.norm, made.updates) == (True, math.inf, 0)
 
 
+@pytest.mark.ranks(2)
 def test_a_loss_scale_that_can_do_no_more(comm):
     with DataParallelEngine(tiny_models.model(), Overflows(), comm, SGD(rate=0.1), Settings(precision="fp16")) as made:
         made.scaling.value, made.scaling.patience = 2.0, 2
@@ -376,6 +385,7 @@ def test_a_loss_scale_that_can_do_no_more(comm):
             made.step(tiny_models.batches(made.share(2)))
 
 
+@pytest.mark.ranks(2)
 def test_models_that_differ(comm):
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
@@ -393,6 +403,7 @@ def test_models_that_differ(comm):
         engine(comm, optimizer=AdamW(rate=0.1, decay=comm.rank / 2))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", ["dp-naive", "dp-bucket", "dp"])
 def test_weights_that_part(comm, layout):
     if comm.size == 1:
@@ -409,6 +420,7 @@ def test_weights_that_part(comm, layout):
             made.step(tiny_models.batches(made.share(3)))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["forward", "between"])
 def test_ctrl_c_on_one_rank_ends_all(comm, when):
     class Presses(tiny_models.Dense):
@@ -427,6 +439,7 @@ def test_ctrl_c_on_one_rank_ends_all(comm, when):
         assert (report.step, interrupt.seen) == (3, comm.rank == 0)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("numbers", ["from 1 on", "one twice", "no integer"])
 def test_numbers_that_are_no_order(comm, reproducible, numbers):
@@ -442,6 +455,7 @@ def test_numbers_that_are_no_order(comm, reproducible, numbers):
         assert made.step(tiny_models.batches([comm.rank])).count == 5 * comm.size
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -457,11 +471,13 @@ def test_settings_without_a_meaning(comm, settings, told):
         engine(comm, **settings)
 
 
+@pytest.mark.ranks(2)
 def test_a_communicator_of_others(world):
     with pytest.raises(TypeError, match=r"comm: expected a collectives.Communicator"):
         engine(world)
 
 
+@pytest.mark.ranks(2)
 def test_what_was_held_is_given_back(comm):
     """More engines, one after another, than a communicator has persistent requests through shared memory."""
     for _ in range(8):
@@ -475,6 +491,7 @@ def test_what_was_held_is_given_back(comm):
 # ------------------------------------------------------------------------------------------ the ledger
 
 
+@pytest.mark.ranks(2)
 @layouts
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("reproducible", [False, True])
@@ -485,6 +502,7 @@ def test_forecast_and_account_agree(comm, layout, precision, reproducible):
         assert made.ledger.allocated == made.ledger.predicted
 
 
+@pytest.mark.ranks(2)
 def test_of_a_data_set_the_account_has_what_a_step_takes(comm):
     """Micro-batches that are views of it."""
     _, x, y, samples = tiny_models.batches([0], size=1000)[0]
@@ -553,6 +571,7 @@ def test_drawn_without_the_canonical_order(comm, layout, reference):
             np.testing.assert_allclose(values, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if not layout.drawn])
 def test_where_nothing_can_be_drawn(comm, layout):
     with engine(comm, layout) as made, pytest.raises(ValueError, match=rf"in dp-naive, .*, and the layout is {layout}"):
@@ -563,6 +582,7 @@ class Late(RuntimeError):
     """Of a source of micro-batches."""
 
 
+@pytest.mark.ranks(2)
 @drawing
 @pytest.mark.parametrize("wrong", ["source", "batch", "twice", "missing"])
 def test_a_draw_that_fails_leaves_nothing_behind(comm, layout, wrong, reference):

@@ -426,6 +426,7 @@ def test_a_gradient_that_overflows_ends_all(comm, rule):
         made.quiesce()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings, why",
     [

@@ -409,6 +409,7 @@ def test_more_micro_batches_than_planned(comm):
         made.step(tiny_models.batches(made.share(7)))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mesh", "told"),
     [
@@ -423,6 +424,7 @@ def test_a_mesh_without_a_meaning(comm, mesh, told):
         pipeline(comm, mesh=mesh)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("cuts", [(0, 1), (0, 0, 1), (1, 2, 3), (0, 99)])
 def test_cuts_without_a_meaning(comm, cuts):
     with pytest.raises(ValueError, match="cuts: expected"):
@@ -436,6 +438,7 @@ def test_stages_with_other_micro_batches(comm):
         made.step(tiny_models.batches(range(5 + (comm.Get_rank() == 1))))
 
 
+@pytest.mark.ranks(2)
 def test_models_that_differ(comm):
     if comm.size == 1:
         pytest.skip("one rank has nobody to differ from")
@@ -449,12 +452,14 @@ def test_models_that_differ(comm):
         pipeline(comm, model=model)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrong", [{"cuts": "0,1,9"}, {"mesh": "pp=99"}, {"virtual": 3}], ids=str)
 def test_an_invalid_setting_of_one_rank_is_an_error_of_all(comm, wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: "):
         pipeline(comm, **({} if comm.Get_rank() else wrong))
 
 
+@pytest.mark.ranks(2)
 def test_plans_that_do_not_work_out(comm):
     """A deadlock and a missing action are refused on all ranks, with the place where progress stops."""
     placement = loop(comm.size)

@@ -5,6 +5,7 @@ from support.differential.columns import COLUMNS
 from support.differential.predictions import prediction_problem
 from support.differential.rules import trainable
 from support.differential.tasks import GPT, MIXTURE, MLP
+from support.tiers import combinations
 
 from parallel import nn
 from parallel.cli.generate import cut_over
@@ -23,7 +24,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("task", "column"), CASES, ids=lambda one: getattr(one, "name", str(one)))
+@pytest.mark.parametrize(("task", "column"), combinations(CASES), ids=lambda one: getattr(one, "name", str(one)))
 def test_scores_of_every_layout(comm, task, column):
     if column.ranks != comm.size:
         pytest.skip(f"for {column.ranks} ranks")

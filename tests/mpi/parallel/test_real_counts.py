@@ -7,8 +7,6 @@ from mpi4py import MPI
 from parallel import SGD, Engine, nn
 from parallel.runtime.consistency_check import StepFailed
 
-pytestmark = pytest.mark.ranks(3)
-
 WEIGHTS = np.array([0.0625, 0.03125, 0.125, 0.25])
 """Of the classes; the sum of a micro-batch is below 1."""
 

@@ -119,6 +119,7 @@ def play(name, algorithm, size, n, hub, direct, dtype="f4", root=0, in_place=Fal
     return everyone(size, part)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def test_direct(gpu, name, algorithm, size):
@@ -132,6 +133,7 @@ def test_direct(gpu, name, algorithm, size):
     assert {kind for kind, *_ in gpu.log} <= {"kernel", "wait", "query", "wait_event"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def test_staged(gpu, name, algorithm, size):

@@ -76,6 +76,7 @@ def left_by(case, engine):
     return [array.tobytes() for array in memories.values()], case.hub.state()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", default(SIZES, 1, 2, 3, 5, 9))
 @pytest.mark.parametrize("kind", HUBS)
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)
@@ -93,6 +94,7 @@ def test_every_algorithm(collective, name, kind, size):
         assert all(other == model for other in others)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)
 def test_messages_in_mapped_memory(monkeypatch, collective, name):
     """They go by address, without a copy out of another process."""

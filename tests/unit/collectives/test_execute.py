@@ -31,6 +31,7 @@ def counts(size):
     return sorted({0, 1, size - 1, size, size + 1, 50})
 
 
+@pytest.mark.sweep(4)
 @every_entry
 @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 def test_all_counts_and_roots(collective, name, in_place):
@@ -48,6 +49,7 @@ def test_all_counts_and_roots(collective, name, in_place):
                     case.check(turn)
 
 
+@pytest.mark.sweep(4)
 @every_entry
 @pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 @pytest.mark.parametrize(("segments", "cut"), [(2, 0), (3, 8), (1, 24)])
@@ -62,6 +64,7 @@ def test_segments_and_cut_messages(collective, name, in_place, segments, cut):
                 case.check(turn)
 
 
+@pytest.mark.sweep(4)
 @every_entry
 def test_blocking_on_threads(collective, name):
     for size in (2, 3, 5):
@@ -72,6 +75,7 @@ def test_blocking_on_threads(collective, name):
             case.check(turn)
 
 
+@pytest.mark.sweep(4)
 @every_entry
 def test_in_whatever_order_ranks_advance(collective, name):
     chance = random.Random(1)
@@ -160,6 +164,7 @@ def copies(collective, name, rank, size):
     )
 
 
+@pytest.mark.sweep(4)
 @every_entry
 def test_copies_are_only_of_what_stays_and_nothing_comes_for(log, collective, name):
     """One copy of its own block on ranks that gather, none where sums or messages come for it, none in place.
@@ -260,6 +265,7 @@ def test_no_more_is_sent_ahead_than_has_come(name, monkeypatch):
     assert ahead == [0] * size
 
 
+@pytest.mark.sweep(4)
 @every_entry
 @pytest.mark.parametrize("segments", [1, 3])
 def test_rounds_are_aligned(collective, name, segments):

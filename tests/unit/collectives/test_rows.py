@@ -56,6 +56,7 @@ class Symbols(Case):
                     assert (list(found) if self.ordered else sorted(found)) == expected, (rank, chunk, element)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("size", default(SIZES, 1, 2, 3, 6))
 @pytest.mark.parametrize("kind", HUBS)
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)

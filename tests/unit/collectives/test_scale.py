@@ -48,6 +48,7 @@ def cluster(size):
     return ClusteredNetwork(nodes, inside, PiecewiseCost((1, 20, 50), (3.0, 5.0, 11.0)), LinearCost(0, 0.21))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)
 def test_the_crowd_ends_when_its_ranks_do(collective, name):
     chance = random.Random(3)
@@ -65,6 +66,7 @@ def test_the_crowd_ends_when_its_ranks_do(collective, name):
                     assert tuple(crowd.price(layout, 4, network).tolist()) == finish
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), ENTRIES)
 def test_bytes_of_all_ranks(collective, name):
     """The simulator counts what all ranks send, and formulas agree."""
@@ -147,6 +149,7 @@ SYMMETRIC = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), SYMMETRIC)
 def test_symmetric_schedules(collective, name):
     """Steps of one node of each kind, moved to the others, give the times of all ranks' steps, to the last bit."""

@@ -245,6 +245,7 @@ def entries(*unwanted):
     return [(c, n) for c in catalog.CATALOG for n in catalog.names(c) if c not in unwanted]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), entries())
 def test_empty_rounds_change_nothing(collective, name):
     """Dropped, or strewn in by chance: ranks drift against each other, and the proof is the same."""
@@ -286,6 +287,7 @@ def test_known_prices(size):
     assert seconds("barrier", "dissemination", p, n) == q * ALPHA
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("collective", "name"), entries())
 def test_prices_agree_with_the_catalogue(collective, name):
     entry = catalog.find(collective, name)

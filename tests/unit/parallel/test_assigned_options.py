@@ -54,6 +54,7 @@ def test_every_hyperparameter_is_assigned():
     assert public | {"lr", "weight_decay", "betas"} == OTHERS.keys()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("column", COLUMNS, ids=str)
 @pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
 def test_a_value_is_that_of_the_next_step(kind, name, value, column, tmp_path):

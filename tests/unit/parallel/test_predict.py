@@ -7,6 +7,7 @@ from support.differential.columns import COLUMNS
 from support.differential.predictions import prediction_problem
 from support.differential.rules import trainable
 from support.differential.tasks import GPT, MIXTURE, MLP
+from support.tiers import combinations
 
 from parallel import AdamW, Engine, nn
 from parallel.runtime.consistency_check import RankMismatch
@@ -16,7 +17,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("task", "column"), CASES, ids=lambda one: getattr(one, "name", str(one)))
+@pytest.mark.parametrize(("task", "column"), combinations(CASES), ids=lambda one: getattr(one, "name", str(one)))
 def test_scores_of_every_layout(task, column):
     assert run_threads(column.ranks, lambda comm: prediction_problem(comm, task, column)) == [""] * column.ranks
 

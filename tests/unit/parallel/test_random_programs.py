@@ -6,7 +6,7 @@ from support.differential.columns import COLUMNS
 from support.differential.random_programs import draw, outcomes_on_threads, problem
 
 ON_THREADS = [column for column in COLUMNS if column.threads and column.ranks <= 4]
-WHOLE, EACH, SAMPLE = 1000, 50, 40
+WHOLE, EACH, SAMPLE = 1000, 50, 20
 """Programs with the marker `full`, programs of a test, and those of the default tier."""
 
 

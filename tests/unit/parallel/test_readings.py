@@ -79,6 +79,7 @@ def name_of(cell):
     return " ".join(map(str, cell))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cell", default([*COMPRESSED, *PLAIN], *COMPRESSED[::6], *PLAIN[::6]), ids=name_of)
 def test_readings_change_nothing(cell, tmp_path):
     column, how = cell

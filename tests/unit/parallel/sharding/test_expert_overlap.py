@@ -156,6 +156,7 @@ PIPELINES = [  # mesh, schedule, settings
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("router", "mesh", "schedule", "changed"),
     with_routers(PIPELINES, PIPELINES[1], PIPELINES[4], PIPELINES[5]),

@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("router", "mesh", "layout"), CASES)
 def test_same_bits_as_one_rank(router, mesh, layout):
     """Some ranks have no micro-batch in the last turn; the ledger predicts what is allocated."""
