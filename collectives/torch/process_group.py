@@ -23,9 +23,6 @@ from collectives.torch.messages import Messages
 from collectives.torch.operations import OPERATIONS, Collectives, GroupOperation
 from collectives.torch.work import DONE, OverlappedWork, SeveralWork, Worker, complete
 
-LONGEST_CLOSE = 5.0
-"""Seconds that the end of a group waits for its thread."""
-
 RENAMED = {"Bcast": "broadcast", "Reduce_scatter_block": "reduce_scatter"}
 """Collectives by method of a communicator, unless that is the method's name in lower case, without a v."""
 
@@ -223,7 +220,7 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Release the communicators. Collective, unless a call has failed: then other ranks may be gone."""
         comms = [self._comm]
-        if self._worker is not None and self._worker.close(LONGEST_CLOSE):  # else the thread still uses its own
+        if self._worker is not None and self._worker.close():  # else the thread still uses its own
             comms.append(self._worker.comm)
         for comm in comms:
             try:

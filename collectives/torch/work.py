@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,15 @@ from mpi4py import MPI
 from torch.distributed import Work
 
 from collectives.communicator import Communicator
-from collectives.errors import Timeout
+from collectives.errors import RanksDisagree, Timeout
+from collectives.runtime.requests.program_end import PATIENCE, uncaught_exception
+from collectives.transport.waits import watchers
+
+LONGEST_CLOSE = 5.0
+"""Seconds that the end of a group, or of the program, waits for the calls of its thread."""
+
+LONGEST_STOP = 5.0
+"""Seconds that the thread then has to leave the call that it is in. A wait of long looks every 3 s."""
 
 NO_TIMEOUT = timedelta(0)
 """Argument of `Work.wait` that leaves the time limit of the call."""
@@ -128,11 +137,35 @@ class Worker(threading.Thread):
         while (work := self._queue.get()) is not None:
             work.run()
 
-    def close(self, seconds: float) -> bool:
-        """End the thread after all that was submitted. False if it has not ended in this time."""
+    def close(self, seconds: float = LONGEST_CLOSE) -> bool:
+        """End the thread after all that was submitted, or at an error in its waits after this time. False if neither.
+
+        The communicator raises errors from then on.
+        """
         self._queue.put(None)
         self.join(seconds)
+        if self.is_alive():
+            watchers.append(self._leave)
+            self.join(LONGEST_STOP)
+            watchers.remove(self._leave)
         return not self.is_alive()
+
+    def _leave(self) -> None:
+        if threading.current_thread() is self:
+            raise RanksDisagree(MPI.ERR_PENDING, "the process group has ended before the call")
+
+
+def _close_all() -> None:
+    """End the threads of groups that the program has not destroyed.
+
+    The interpreter would end them where they next need its lock. In C++ code that aborts the process.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, Worker):
+            thread.close(LONGEST_CLOSE if uncaught_exception() is None else PATIENCE)
+
+
+atexit.register(_close_all)  # called before that of `collectives.communicator`, which was registered first
 
 
 class SeveralWork(CompleteWork):

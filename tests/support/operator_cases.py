@@ -85,7 +85,8 @@ def attend_rotated(torch, x, p, heads, kv_heads):
     batch, length, width = x.shape[0], x.shape[1], x.shape[2] // (heads + 2 * kv_heads)
     turned, values = x.split([(heads + kv_heads) * width, kv_heads * width], dim=2)
     turned = turned.reshape(batch, length, -1, 2, width // 2)
-    angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(width // 2) * 2 / width)).to(x.dtype)
+    places, pairs = (torch.arange(count, dtype=torch.float64) for count in (length, width // 2))
+    angles = torch.outer(places, 100.0 ** (-pairs * 2 / width)).to(x.dtype)
     turned = torch.complex(turned[..., 0, :], turned[..., 1, :]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     turned = torch.cat([turned.real, turned.imag], -1).reshape(batch, length, -1)
     return attend_grouped(torch, torch.cat([turned, values], -1), p, heads, kv_heads, CAUSAL)

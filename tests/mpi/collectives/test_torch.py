@@ -210,7 +210,8 @@ def test_names_of_all_generations(group, name):
     }[RENAMED.get(name, name)]
     options.timeout = LIMIT
     work = getattr(group, name)(*arguments, options)
-    assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+    assert work.wait() and work.is_completed() and work.is_success()
+    assert type(work) is dist.Work or work.exception() is None  # PyTorch before 2.9 cannot convert that of its own
     if "gather" in name or "all_to" in name or "alltoall" in name:
         assert whole.equal(torch.cat(all_of)) or (rank and name == "gather")
     elif name != "barrier":

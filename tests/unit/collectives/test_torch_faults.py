@@ -68,3 +68,36 @@ def test_a_rank_that_fails(tmp_path, fault, use, overlap):
     assert process.returncode, text
     assert re.search(FAULTS[fault], text), text
     assert time.monotonic() - begin < 60
+
+
+AT_EXIT = """
+import sys, threading, time
+import torch, torch.distributed as dist
+import collectives.torch
+
+collectives.torch.init(timeout=60, overlap=True)
+x, rank, is_running = torch.ones(8, 4), dist.get_rank(), threading.Event()
+CALL
+ENDING
+"""
+
+CALLS = {
+    "a callback that runs": "dist.all_reduce(x, async_op=True).get_future().then(lambda _: (is_running.set(), "
+    "time.sleep(1)))\nis_running.wait()",
+    "a call of one rank": "handle = rank == 0 and dist.all_reduce(x, async_op=True)\ntime.sleep(1)",
+}
+"""What the thread does at the end of the program."""
+
+ENDINGS = ["", "sys.exit(3)", "1 / 0", "raise KeyboardInterrupt", "if rank == 0: 1 / 0\ntime.sleep(60)"]
+
+
+@pytest.mark.parametrize("ending", default(ENDINGS, "", "1 / 0"))
+@pytest.mark.parametrize("call", CALLS)
+def test_the_thread_ends_before_the_interpreter(tmp_path, call, ending):
+    """The end of the interpreter would abort the process where the thread is in C++ code."""
+    path, begin = tmp_path / "program.py", time.monotonic()
+    path.write_text(AT_EXIT.replace("CALL", CALLS[call]).replace("ENDING", ending))
+    text = ended(process := start_ranks(2, [path]))
+    assert "terminate called" not in text and "Aborted (signal" not in text, text
+    assert bool(process.returncode) == bool(ending or call == "a call of one rank"), text
+    assert time.monotonic() - begin < 60
