@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import product
+from struct import Struct
 from time import monotonic_ns, perf_counter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -57,6 +58,9 @@ KEPT = "?bBhHiIlLqQfdFD"
 """Types of arrays whose calls are repeated: those that every MPI can add."""
 
 _OFFSETS = {name: field[1] for name, field in (CALL_RECORD.fields or {}).items()}
+_CHANNEL, _TURN_AND_TIMES = Struct("=i"), Struct("=3q")
+"""Parts of an entry: its channel, and its turn, start and end. NumPy takes longer to read them."""
+
 _CONSTANT = slice(_OFFSETS["nbytes"], _OFFSETS["round"]), slice(_OFFSETS["form"], CALL_RECORD.itemsize)
 """Bytes of an entry that calls of one kind have in common."""
 
@@ -100,7 +104,8 @@ class CallProfile:
             raise OSError("no profile: the system refuses the memory of a record")
         self._record, self._bytes = found, found.entries.view(np.uint8).data
         self._seen = found.last
-        self._numbers: dict[tuple[CodeType, int, bytes, bytes], int] = {}
+        self._numbers: dict[tuple[int, int, bytes, bytes], int] = {}  # by code, instruction and parts of an entry
+        self._codes: list[CodeType] = []  # alive, so that no other one has its address
         self._under_way: deque[tuple[int, int]] = deque()
         self.kinds: list[CallKind] = []
         self.calls, self.samples, self.left_out = array("q"), list[Sample](), 0
@@ -143,10 +148,9 @@ class CallProfile:
             started = monotonic_ns()
             result = method(comm, *arguments, **keywords)
             ended, about = monotonic_ns(), (name.encode(), b"")
-            if (kind := self._numbers.get((frame.f_code, frame.f_lineno, *about))) is None:
-                kind = self._numbers[frame.f_code, frame.f_lineno, *about] = len(self.kinds)
-                site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                self.kinds.append(CallKind(site, -1 - rank, 0, name, "blocking", "copy", 0))
+            if (kind := self._numbers.get((id(frame.f_code), frame.f_lasti, *about))) is None:
+                kind = self._numbers[id(frame.f_code), frame.f_lasti, *about] = len(self.kinds)
+                self.kinds.append(CallKind(self._site(frame), -1 - rank, 0, name, "blocking", "copy", 0))
             self._keep(kind, len(self.calls), started, ended)
             return result
 
@@ -168,12 +172,12 @@ class CallProfile:
         while self._seen < last:
             self._seen += 1
             entry = self._entry(self._seen)
-            if entry is None or np.frombuffer(entry, np.int32, 1, _OFFSETS["channel"])[0] == OUTSIDE:
+            if entry is None or _CHANNEL.unpack_from(entry, _OFFSETS["channel"])[0] == OUTSIDE:
                 continue
             while frame is not None and _is_own(frame):
                 frame = frame.f_back
             kind = self._kind(entry, frame)
-            turn, started, ended = np.frombuffer(entry, np.int64, 3, _OFFSETS["turn"]).tolist()
+            turn, started, ended = _TURN_AND_TIMES.unpack_from(entry, _OFFSETS["turn"])
             if self._keep(kind, turn, started, ended) and not ended:
                 self._under_way.append((self._seen, len(self.calls) - 1))
         return kind
@@ -197,9 +201,8 @@ class CallProfile:
             self._under_way.popleft()
 
     def _kind(self, entry: bytes, frame: FrameType | None) -> int:
-        code = frame.f_code if frame is not None else self.note.__code__
-        line = frame.f_lineno if frame is not None else 0
-        key = code, line, entry[_CONSTANT[0]], entry[_CONSTANT[1]]
+        at = (id(frame.f_code), frame.f_lasti) if frame is not None else (0, 0)  # a hash of code, a line take longer
+        key = *at, entry[_CONSTANT[0]], entry[_CONSTANT[1]]
         if (number := self._numbers.get(key)) is None:
             number = self._numbers[key] = len(self.kinds)
             found = np.frombuffer(entry, CALL_RECORD)[0]
@@ -207,15 +210,23 @@ class CallProfile:
             communicator, channel, form, nbytes = (
                 found[name].item() for name in ("communicator", "channel", "form", "nbytes")
             )
-            site = f"{code.co_filename}:{line}"
-            self.kinds.append(CallKind(site, communicator, channel, collective, FORMS[form], algorithm, nbytes))
+            about = communicator, channel, collective, FORMS[form], algorithm, nbytes
+            self.kinds.append(CallKind(self._site(frame), *about))
         return number
+
+    def _site(self, frame: FrameType | None) -> str:
+        """File and line that a frame is at."""
+        if frame is None:
+            return f"{__file__}:0"
+        self._codes.append(frame.f_code)
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     # -------------------------------------------------------------------------------- samples
 
     def _is_due(self, comm: Any, name: str) -> bool:
         """True for blocking calls of a communicator's method whose numbers are `SAMPLED`: on all ranks for the same."""
-        made = vars(comm).setdefault(COUNTS, Counter())
+        if (made := vars(comm).get(COUNTS)) is None:
+            made = vars(comm)[COUNTS] = Counter()
         made[name] += 1
         return made[name] in SAMPLED
 

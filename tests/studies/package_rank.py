@@ -15,6 +15,7 @@ import runpy
 import shlex
 import sys
 import traceback
+from contextlib import chdir
 from pathlib import Path
 from typing import TextIO
 
@@ -78,12 +79,14 @@ def plain_name(name: str) -> str:
 
 
 def run_program(file: str, outcomes: Outcomes) -> None:
-    """Run a file as a program, which is one test; it passes if it ends without an exception, or with status 0."""
+    """Run a file as a program, in its folder: one test. It passes if it ends without an exception, or with status 0."""
     outcomes.begin(file)
-    sys.argv[:] = [file]
-    sys.path.insert(0, str(Path(file).resolve().parent))
+    path = Path(file).resolve()
+    sys.argv[:] = [str(path)]
+    sys.path.insert(0, str(path.parent))
     try:
-        runpy.run_path(file, run_name="__main__")
+        with chdir(path.parent):  # some read files beside them
+            runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
         outcomes.set_outcome("failed" if end.code else "passed", f"exit status {end.code}")
     except Exception:

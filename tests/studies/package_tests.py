@@ -44,7 +44,11 @@ class Suite(NamedTuple):
     """Options of Python with which ranks other than 0 wait for work."""
     options: str = ""
     """Options of pytest."""
+    package: str = ""
+    """Name of the package, if it is not that of the suite."""
 
+
+MPI4PY = version("mpi4py")
 
 SUITES = {
     "mpi4py-fft": Suite("2.0.6", [f"tests/test_{name}.py" for name in ("pencil", "darray", "mpifft")]),
@@ -55,7 +59,22 @@ SUITES = {
         smallest=2, others=["dill"],
     ),
     "emcee": Suite("3.1.6", [], ["emcee_pool.py"], smallest=2, others=["schwimmbad==0.4.2"]),
-    "mpi4py": Suite(version("mpi4py"), ["demo/futures/test_futures.py"], smallest=2, module=["-m", "mpi4py.futures"]),
+    "mpi4py": Suite(MPI4PY, ["demo/futures/test_futures.py"], smallest=2, module=["-m", "mpi4py.futures"]),
+    "mpi4py-demo": Suite(
+        MPI4PY, ["demo/reductions/test_reductions.py", "demo/sequential/test_seq.py"], [f"demo/{name}.py" for name in (
+            "compute-pi/cpi-cco", "compute-pi/cpi-rma", "mandelbrot/mandelbrot", "threads/sendrecv", *(
+                f"mpi-ref-v1/ex-{number}" for number in (
+                    "2.01", "2.08", "2.16", "2.29", "2.32", "2.34", "2.35", "3.01", "3.02", "3.03", "3.04", "3.05",
+                    "3.06", "3.07", "3.08", "3.09", "3.11", "3.12", "3.13")),
+            "nxtval/nxtval-threads", "nxtval/nxtval-onesided", "nxtval/nxtval-scalable", "nxtval/nxtval-mpi3")],
+        package="mpi4py",
+    ),
+    "mpi4py-osu": Suite(
+        MPI4PY, [], [f"demo/osu_{name}.py" for name in (
+            "allgather", "alltoall", "alltoallv", "barrier", "bcast", "gather", "scatter", "bibw", "bw", "latency",
+            "multi_lat")],
+        smallest=2, package="mpi4py",
+    ),
     "pshmem": Suite("1.3.5", ["pshmem.test"], options="--pyargs"),
     "pyske": Suite("0.1.1", ["pyske/test"]),
     "shift-fft": Suite("1.1.1", ["tests/mpi_tests"]),
@@ -84,6 +103,7 @@ def installed(package: str, suite: Suite) -> Path:
 
     Of the source distribution only folders of tests are extracted, so that the installed package is imported.
     """
+    package = suite.package or package
     folder = cache_folder() / f"package-{package}-{suite.release}-{sys.implementation.cache_tag}"
     if folder.is_dir():
         return folder
@@ -93,7 +113,7 @@ def installed(package: str, suite: Suite) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(
             [*command, "--target", str(target), *requirements], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=900, check=False,
+            text=True, timeout=3600, check=False,
         )  # fmt: skip
         if done.returncode:
             errors = [line.strip() for line in done.stdout.splitlines() if "rror" in line] or ["pip install failed"]
