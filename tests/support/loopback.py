@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
 
-from collectives.runtime.execution.program import call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
 from collectives.transport.wire import BoundMessage, Iovec, Piece, Wire
 from collectives.types import Wait
 

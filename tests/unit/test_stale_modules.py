@@ -1,6 +1,7 @@
 """Compiled modules beside other sources than those they were built from: one error that names the command."""
 
 import shutil
+import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def load(name, binary):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_of_other_sources_is_refused(tmp_path, name):
+def test_a_module_of_other_sources_is_refused(tmp_path, name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name, raising=False)  # which each load sets
     found = find_spec(name)
     if found is None:
         pytest.skip("nothing is compiled")

@@ -15,10 +15,10 @@ import numpy as np
 from collectives.algorithms.catalog import find
 from collectives.engine.assembly import flat
 from collectives.engine.extension import available
-from collectives.engine.instructions import SCALE, SCRATCH
+from collectives.engine.instructions import SCRATCH
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
-from collectives.runtime.binding.any_length import BY_MPI, IN_MAILBOXES, MOST_BYTES, largest, packing_in, scales
+from collectives.runtime.binding.any_length import MOST_BYTES, most_bytes, packing_in, scales
 from collectives.runtime.binding.binder import build
 from collectives.runtime.binding.chunk_locations import ChunkLocations
 from collectives.runtime.binding.local_work import LocalWork
@@ -119,28 +119,20 @@ def bind_any_counts(
     program.relocatable = True
     is_long = call.combine is None and not passing
     total = MOST_TOTAL if is_long else MOST_BYTES // max(Counter(passing).values(), default=1)
-    most = MOST_TOTAL
-    for kinds, limit in ((BY_MPI, call_binding.SEGMENT), *([(IN_MAILBOXES, wire.part_bytes)] if short else [])):
-        if count := largest(program.rounds, kinds):
-            most = min(most, limit // count)
+    most = min(most_bytes(program.rounds, wire, short), default=MOST_TOTAL)
     own = set(sources) & set(targets)
-    values = {
-        "itemsize": 1,
-        "mark": call_binding.mark_without_length(call, choice),
-        "mark_bytes": call.collective in LENGTHS_KNOWN,
-        "call_bytes": 1,
-        "cell_bytes": wire.cell_bytes,
-        "part": wire.part_bytes,
-        "streamed": wire.streamed if wire.node is not None and wire.node.reads else 1 << 62,
-        "most": most,
-        "starts": np.cumsum([0, *map(len, held_blocks)]),
-        "blocks": sum(map(len, held_blocks)),
-        "own": [-1, -1] if not own else [sources.index(min(own)), len(sources) + targets.index(min(own))],
-        "room": MOST_BYTES if passing else 0,
-    }
-    record = np.zeros(1, SCALE)
-    for name, value in values.items():
-        record[name] = value
+    record = Scale.record_of(
+        wire,
+        held_blocks,
+        itemsize=1,
+        mark=call_binding.mark_without_length(call, choice),
+        mark_bytes=call.collective in LENGTHS_KNOWN,
+        call_bytes=1,
+        most=most,
+        blocks=sum(map(len, held_blocks)),
+        own=[-1, -1] if not own else [sources.index(min(own)), len(sources) + targets.index(min(own))],
+        room=MOST_BYTES if passing else 0,
+    )
     order = [*range(len(sources) + len(targets)), *map([*sources, *targets].index, passing)]
     program.scale = Scale(0, most, record, np.array(order, np.int64), (len(sources), len(targets)), total)
     return program

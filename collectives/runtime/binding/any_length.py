@@ -8,13 +8,13 @@ are cut between nodes has a program of its own.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from collectives.algorithms.catalog import blocks
 from collectives.engine.assembly import NOWHERE, Instruction, Place, Rounds, flat
-from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, LANDING, SCALE, SCRATCH, TARGET, Kind
+from collectives.engine.instructions import ADDRESSES, CLASS_WORDS, LANDING, SCRATCH, TARGET, Kind
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding import call_binding
 from collectives.runtime.binding.binder import build
@@ -30,9 +30,6 @@ from collectives.transport.wire import Packing, Piece, Wire
 
 MOST_BYTES = 1 << 24
 """Bytes of the data of the longest calls. Longer ones take long enough for a program of their own."""
-
-BY_MPI, IN_MAILBOXES = {Kind.NET_SEND, Kind.NET_RECV}, {Kind.SEND, Kind.RECV}
-"""Kinds of instructions of messages."""
 
 
 def class_number(nbytes: int) -> int:
@@ -104,35 +101,25 @@ def bind_any_length(
     program = build(task.schedule, chunks, wire, work)
     if not all(scales(one, short) for one in flat(program.rounds)):
         return None
-    for kinds, limit in ((BY_MPI, call_binding.SEGMENT), *([(IN_MAILBOXES, wire.part_bytes)] if short else [])):
-        if count := largest(program.rounds, kinds):
-            most = min(most, (limit // itemsize // count - grain) * pieces)
+    for nbytes in most_bytes(program.rounds, wire, short):
+        most = min(most, (nbytes // itemsize - grain) * pieces)
     work.allocate([sum(lengths[chunk % pieces] for chunk in one) for one in orders[SCRATCH:]], scratch)
     program.hold(work.memories, work.nbytes * itemsize)
     program.relocatable = True
-    program.scale = _scale(call, wire, orders, pieces, grain, most, call_binding.mark_without_length(call, choice))
+    record = Scale.record_of(
+        wire,
+        orders,
+        pieces=pieces,
+        grain=grain,
+        itemsize=itemsize,
+        mark=call_binding.mark_without_length(call, choice),
+        call_bytes=call_bytes,
+        mark_bytes=call_bytes,
+        least=pieces,
+        most=most,
+    )
+    program.scale = Scale(pieces, most, record, np.array([chunk for one in orders for chunk in one], np.int64))
     return program
-
-
-def _scale(call: Call, wire: Wire, orders: list[list[int]], pieces: int, grain: int, most: int, mark: int) -> Scale:
-    values = {
-        "pieces": pieces,
-        "grain": grain,
-        "itemsize": call.unit.itemsize,
-        "mark": mark,
-        "call_bytes": call.nbytes // call.lengths[0],
-        "mark_bytes": call.nbytes // call.lengths[0],
-        "cell_bytes": wire.cell_bytes,
-        "part": wire.part_bytes,
-        "streamed": wire.streamed if wire.node is not None and wire.node.reads else 1 << 62,
-        "least": pieces,
-        "most": most,
-        "starts": np.cumsum([0, *map(len, orders)]),
-    }
-    record = np.zeros(1, SCALE)
-    for name, value in values.items():
-        record[name] = value
-    return Scale(pieces, most, record, np.array([chunk for one in orders for chunk in one], np.int64))
 
 
 def _with_unit_chunks(call: Call, choice: AlgorithmChoice, size: int) -> Call:
@@ -176,9 +163,14 @@ def packing_in(held: list[list[int]], spacing: int = 1) -> Packing:
     return pack
 
 
-def largest(rounds: Rounds, kinds: Container[Kind]) -> int:
-    """Chunks of the largest message among instructions of these kinds. 0 if there are none."""
-    return max((one.nbytes for one in flat(rounds) if one.kind in kinds), default=0)
+def most_bytes(rounds: Rounds, wire: Wire, short: bool) -> Iterator[int]:
+    """Most bytes of a chunk, for which messages are not cut between nodes, and, if `short`, fit a bounce buffer."""
+    limits = {Kind.NET_SEND: call_binding.SEGMENT, Kind.NET_RECV: call_binding.SEGMENT}
+    if short:
+        limits |= {Kind.SEND: wire.part_bytes, Kind.RECV: wire.part_bytes}
+    for one in flat(rounds):
+        if one.nbytes and one.kind in limits:
+            yield limits[one.kind] // one.nbytes
 
 
 def scales(one: Instruction, short: bool) -> bool:

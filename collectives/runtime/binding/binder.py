@@ -17,7 +17,8 @@ from collectives.runtime.arguments.ops import Combiner
 from collectives.runtime.binding.chunk_locations import MESSAGE_WINDOW, ChunkLocations, RoundShape, overlap
 from collectives.runtime.binding.local_work import LocalWork
 from collectives.runtime.binding.round_builder import RoundAction, RoundBuilder
-from collectives.runtime.execution.program import Local, Program, stepping
+from collectives.runtime.execution.local_steps import Local, stepping
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.program_memory import ElementArray, ScratchMemory, Task
 from collectives.schedule.chunks import MemorySpan, joined, split
 from collectives.schedule.chunks import aligned as aligned_spans

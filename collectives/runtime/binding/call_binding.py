@@ -25,7 +25,8 @@ from collectives.runtime.arguments.ops import OP_NAMES, Combiner, on_device
 from collectives.runtime.binding.binder import bind
 from collectives.runtime.binding.local_work import copy_array
 from collectives.runtime.binding.packing import Packing, needs_packing, rows_in_place
-from collectives.runtime.execution.program import Local, Program
+from collectives.runtime.execution.local_steps import Local
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.program_memory import NO_ROWS, ElementArray, ScratchMemory, Task
 from collectives.schedule.chunks import ChunkLayout, MemorySpan, even
 from collectives.schedule.semantics import MEANINGS

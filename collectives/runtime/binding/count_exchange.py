@@ -12,7 +12,8 @@ from collectives.buffers.staging import with_own_datatype
 from collectives.engine.instructions import TARGET
 from collectives.runtime.arguments.call import Call
 from collectives.runtime.binding.binder import bind
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.program_memory import ElementArray, Task
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.topology import Nodes

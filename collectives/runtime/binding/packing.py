@@ -14,7 +14,7 @@ from collectives.buffers.staging import PackedStaging
 from collectives.engine.assembly import Instruction, MemoryOperand, OnMemories, Place, calling
 from collectives.engine.instructions import RECEIVE_BUFFER, SEND_BUFFER, SOURCE, TARGET, Kind
 from collectives.runtime.arguments.call import BYTE, Call, staged
-from collectives.runtime.execution.program import Local
+from collectives.runtime.execution.local_steps import Local
 
 
 def needs_packing(buffer: Buffer) -> bool:

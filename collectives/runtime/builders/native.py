@@ -15,7 +15,8 @@ from collectives.engine.instructions import CallState
 from collectives.errors import InvalidArgument
 from collectives.runtime.arguments.call import Blocks, Call
 from collectives.runtime.binding.call_binding import overlaps
-from collectives.runtime.execution.program import Local, Program, call_rounds
+from collectives.runtime.execution.local_steps import Local, call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.program_memory import ElementArray
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import Form

@@ -18,7 +18,8 @@ from collectives.runtime.binding.any_length import bind_any_length
 from collectives.runtime.binding.count_exchange import bind_after_exchange, bind_count_exchange, needs_counts
 from collectives.runtime.builders import native
 from collectives.runtime.builders.communicator_transports import BLOCKING_CHANNEL, Transports
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.program_memory import ScratchMemory
 from collectives.schedule.semantics import MEANINGS
 from collectives.selection.timing_table import BLOCKING, NATIVE, AlgorithmChoice, Form

@@ -13,16 +13,16 @@ import numpy as np
 from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
-from collectives.engine.assembly import Instruction, Rounds, Rows, assemble, calling, flat, new_bases
+from collectives.engine.assembly import Rounds, Rows, assemble, flat, new_bases
 from collectives.engine.extension import available, engine_class
 from collectives.engine.fence import is_ordered
 from collectives.engine.instructions import DONE, IGNORED, LANDING, MISMATCH, REFUSED, SOURCE, TARGET, WAITING, Kind
 from collectives.runtime.execution.awaited_program import AwaitedProgram
+from collectives.runtime.execution.local_steps import PendingWork, call_rounds
 from collectives.runtime.execution.program_memory import ElementArray, Scale
 from collectives.runtime.execution.progress import active_requests, progress_until
 from collectives.transport.waits import Pauses, has_deadline
 from collectives.transport.wire import Wire
-from collectives.types import Wait
 
 YIELDS = 16
 """Polls of the engine, each followed by a yield of the core, before Python drives MPI, if ranks share cores."""
@@ -43,37 +43,8 @@ PATIENT_POLLS = 200
 """Polls between two sleeps of the progress thread: some 10 us."""
 
 
-class _Waiting:
-    """Function of a CALL that tests pending work, or waits for it if its program `blocks`."""
-
-    blocks = False
-
-    def __init__(self, work: Wait) -> None:
-        self._work, self.awaits = work, work.awaits
-
-    def __call__(self) -> bool:
-        if self.blocks:
-            self._work.wait()
-        return self.blocks or bool(self._work.test())
-
-
-Local = Instruction | Callable[[], object] | Wait
-"""Local work: an instruction, a function, or pending work."""
-
 Placement = tuple[Sequence[int | None], int | np.ndarray]
 """Addresses of a call's memories, and its length, or the bounds of its blocks. See `Program.place`."""
-
-
-def stepping(step: Local) -> Instruction:
-    """Instruction of a step."""
-    if isinstance(step, Instruction):
-        return step
-    return calling(_Waiting(step) if isinstance(step, Wait) else step)
-
-
-def call_rounds(steps: Sequence[Local]) -> Rounds:
-    """Rounds of a program that does these steps one after the other."""
-    return [[list(map(stepping, steps))]]
 
 
 class Program(AwaitedProgram):
@@ -175,9 +146,9 @@ class Program(AwaitedProgram):
         return {operand.out.memory for one in self.instructions for operand in one.operands}
 
     @cached_property
-    def _waits(self) -> list[_Waiting]:
+    def _waits(self) -> list[PendingWork]:
         """Waits for pending work."""
-        return [one.call for one in self.instructions if isinstance(one.call, _Waiting)]
+        return [one.call for one in self.instructions if isinstance(one.call, PendingWork)]
 
     @cached_property
     def needs_no_mpi(self) -> bool:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.buffers.layouts import BufferRows
-from collectives.engine.instructions import LINE
+from collectives.engine.instructions import LINE, SCALE
 from collectives.schedule.chunks import MemorySpan
 from collectives.schedule.steps import Schedule
+from collectives.transport.wire import Wire
 
 NO_ROWS: Mapping[int, BufferRows] = MappingProxyType({})
 
@@ -52,6 +53,17 @@ class Scale(NamedTuple):
     order: np.ndarray
     blocks: tuple[int, int] | None = None
     total: int = 0
+
+    @staticmethod
+    def record_of(wire: Wire, held: Sequence[Sequence[int]], **values: Any) -> np.ndarray:
+        """`record` of a program with these messages, and with these chunks in its memories."""
+        record = np.zeros(1, SCALE)
+        values["cell_bytes"], values["part"] = wire.cell_bytes, wire.part_bytes
+        values["streamed"] = wire.streamed if wire.node is not None and wire.node.reads else 1 << 62
+        values["starts"] = np.cumsum([0, *map(len, held)])
+        for name, value in values.items():
+            record[name] = value
+        return record
 
 
 class ElementArray(NamedTuple):

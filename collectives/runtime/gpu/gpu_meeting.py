@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from collectives.buffers.device_memory import DeviceMemory
 from collectives.errors import Mismatch
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.transport.gpu.gpu_channel import ON_HOST, GpuChannel
 from collectives.transport.wire import NoMessages
 from collectives.types import Wait

@@ -19,20 +19,22 @@ def is_own(frame: FrameType) -> bool:
 
 def is_inside(frame: FrameType) -> bool:
     """True if a frame is of this package's code, or of Python's library called by that."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
-        if "site-packages" in frame.f_code.co_filename:
+    while frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename:
+        if (outer := frame.f_back) is None:
             break
-        frame = frame.f_back
+        frame = outer
     return is_own(frame)
 
 
 def _outside(frame: FrameType) -> FrameType:
     """Innermost frame outside Chorus. In a program of Chorus itself, the innermost one outside this package."""
-    while frame.f_back is not None and is_own(frame):
-        frame = frame.f_back
+    while is_own(frame) and (outer := frame.f_back) is not None:  # read once: another thread's function may return
+        frame = outer
     found, inner = frame, ""
-    while found.f_back is not None and (path := os.path.abspath(found.f_code.co_filename)).startswith(_PACKAGES):
-        found, inner = found.f_back, path
+    while (path := os.path.abspath(found.f_code.co_filename)).startswith(_PACKAGES):
+        if (outer := found.f_back) is None:
+            break
+        found, inner = outer, path
     return frame if inner.startswith(_PROGRAMS) else found
 
 

@@ -6,7 +6,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives.errors import InvalidArgument, RanksDisagree
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.progress import active_requests
 from collectives.runtime.requests.native_requests import new_request
 from collectives.runtime.requests.request import Request

@@ -10,7 +10,8 @@ import pytest
 
 from collectives.errors import RanksDisagree
 from collectives.runtime.execution import operation, progress
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.progress import active_requests, lone_requests, progress_lock
 from collectives.runtime.requests import native_requests, request
 from collectives.runtime.requests.native_requests import new_request

@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from collectives import Communicator
 from collectives.errors import RanksDisagree
-from collectives.runtime.execution.program import Program, call_rounds
+from collectives.runtime.execution.local_steps import call_rounds
+from collectives.runtime.execution.program import Program
 from collectives.runtime.execution.progress import active_requests, progress
 from collectives.runtime.planning import program_cache
 from collectives.runtime.requests.request import Request
