@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -293,12 +294,12 @@ class Crash(BaseException):
 
 
 class Fuse:
-    """Crashes before the n-th thing that is done to files."""
+    """Crashes before the n-th thing that its thread does to files."""
 
     EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
     def __init__(self):
-        self.left = None
+        self.left, self.thread = None, threading.get_ident()
         sys.addaudithook(self.hear)
 
     def burn(self, *_):
@@ -309,7 +310,7 @@ class Fuse:
                 raise Crash
 
     def hear(self, event, arguments):
-        if self.left is not None and event in self.EVENTS:
+        if self.left is not None and event in self.EVENTS and threading.get_ident() == self.thread:
             self.burn()
 
 

@@ -353,10 +353,10 @@ def test_links(nothing_left, start):
 
 @needs_cluster
 def test_a_slow_host(nothing_left, start):
-    """Its processes run a third of the time, and a training names it. One rank a core, since others would disturb."""
-    training = "train --model mlp:medium --steps 60 --batch 256 --threads 1 --test-every 1000"
+    """Its processes run a tenth of the time, and a training names it. One rank a core, since others would disturb."""
+    training = "train --model mlp:medium --steps 20 --batch 256 --threads 1 --test-every 1000"
     command = ("python", "-m", "parallel.cli.main", *training.split())
-    status, out, err = start("--hosts", "2", "--slow-host", "2=3", "--", *command).end()
+    status, out, err = start("--hosts", "2", "--slow-host", "2=10", "--", *command).end()
     assert status == 0, err
     assert re.search(r"rank 1 on node2 computes \d+\.\d times as long as the other ranks", out), out
 

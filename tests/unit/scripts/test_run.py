@@ -47,7 +47,7 @@ import sys, time
 import numpy as np
 from mpi4py import MPI
 
-comm, slow, small, large = MPI.COMM_WORLD, sys.argv[1], np.ones(4), np.ones(1 << 20)
+comm, slow, small, large = MPI.COMM_WORLD, sys.argv[1], np.ones(4), np.ones(1 << 22)
 late = comm.size - 1
 calls = {
     "broadcast": lambda x: comm.Bcast(x),
@@ -162,7 +162,7 @@ def test_a_profile_names_the_late_rank_and_its_line(tmp_path, late):
     ],
 )
 def test_a_profile_names_the_slow_collective_beside_a_late_rank(tmp_path, slow):
-    """That of 8 MiB takes the longest time beside waiting, and a barrier waits the longest, for the late rank."""
+    """That of 32 MiB takes the longest time beside waiting, and a barrier waits the longest, for the late rank."""
     program = tmp_path / "program.py"
     program.write_text(SLOW)
     _, status = run(2, "--profile", "--profile-files", tmp_path / "found", program, slow)
