@@ -44,6 +44,7 @@ class Record:
         }  # fmt: skip
         for name, value in values.items():
             self._header[name] = value.encode("ascii", "replace") if isinstance(value, str) else value
+        self._last = self._header["last"].data  # an element of it is read faster than NumPy's
         set_record(self._header["last"], self.entries)
         self._recorder = Recorder()  # for waits, which no engine runs
         self._recorder.set_record(self._header["last"], self.entries)
@@ -96,7 +97,8 @@ class Record:
     @property
     def last(self) -> int:
         """Number of the last call."""
-        return int(self._header["last"][0])
+        number: int = self._last[0]
+        return number
 
     @property
     def active(self) -> Any:
