@@ -14,9 +14,7 @@ from collectives.torch import Int8State, PowerSGDState, int8_hook, powersgd_hook
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/guide/torch_backend.md"
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore:.*existing checkpoint", "ignore:.*barrier", "ignore:TypedStorage"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*barrier", "ignore:TypedStorage", "ignore:DTensor random")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["inline", "overlap"])
@@ -229,6 +227,8 @@ def test_pipeline(group, example):
     arguments, last = (x,) if rank == 0 else (), {"target": target} if rank == size - 1 else {}
     schedule.step(*arguments, **last)
     found = layers[rank].weight.grad.clone()
+    if torch.__version__ < (2, 6):  # leaves it to the program
+        found /= 2
     for layer in layers:
         layer.zero_grad()
     (nn.Sequential(*layers)(x) - target).square().mean().backward()

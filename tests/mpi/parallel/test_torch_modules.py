@@ -126,11 +126,15 @@ def test_schedules_like_our_operators(comm, layout):
     x, found = x.reshape(len(x), -1), []
     some = blocks(linear)
     ours = [nn.Linear(one.in_features, one.out_features) for one in some]
-    state = torch.nn.Sequential(*some).state_dict()
+    state, cuts = torch.nn.Sequential(*some).state_dict(), {}
     for operators in (ours, some):
-        with engine(comm, operators, layout, example=(x[:MICRO], y[:MICRO])) as one:
+        with engine(comm, operators, layout, example=(x[:MICRO], y[:MICRO]), **cuts) as one:
             one.load_state_dict(from_torch_state(one.model, state))
             found.append(losses(one, x, y, 4))
+            if layout != "pp:auto":
+                cuts = {
+                    "cuts": one.settings.cuts
+                }  # measured ones differ, and a layer's versions of weights depend on its stage
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
