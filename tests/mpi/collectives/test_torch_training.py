@@ -202,6 +202,8 @@ def test_fully_shard(group):
 
 
 def test_tensor_parallel(group):
+    if group.size() == 1 and torch.__version__ < (2, 6):
+        pytest.skip("PyTorch before 2.6 has an IndexError on one rank")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -220,15 +222,16 @@ def test_pipeline(group, example):
 
     torch.manual_seed(7)
     size, rank = group.size(), group.rank()
+    microbatches = max(2, size)
     layers = [nn.Linear(12, 12) for _ in range(size)]
     stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"), input_args=example)
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda y, target: (y - target).square().mean())
-    x, target = torch.randn(4, 12), torch.zeros(4, 12)
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn=lambda y, target: (y - target).square().mean())
+    x, target = torch.randn(2 * microbatches, 12), torch.zeros(2 * microbatches, 12)
     arguments, last = (x,) if rank == 0 else (), {"target": target} if rank == size - 1 else {}
     schedule.step(*arguments, **last)
     found = layers[rank].weight.grad.clone()
     if torch.__version__ < (2, 6):  # leaves it to the program
-        found /= 2
+        found /= microbatches
     for layer in layers:
         layer.zero_grad()
     (nn.Sequential(*layers)(x) - target).square().mean().backward()
