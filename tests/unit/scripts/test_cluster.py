@@ -352,11 +352,12 @@ def test_links(nothing_left, start):
 
 
 @needs_cluster
-def test_a_slow_host(nothing_left, start):
-    """Its processes run a tenth of the time, and a training names it. One rank a core, since others would disturb."""
-    training = "train --model mlp:medium --steps 20 --batch 256 --threads 1 --test-every 1000"
+@pytest.mark.parametrize("times, steps", [(10, 20), pytest.param(3, 60, marks=pytest.mark.full)])
+def test_a_slow_host(nothing_left, start, times, steps):
+    """Its processes run a part of the time, and a training names it. One rank a core, since others would disturb."""
+    training = f"train --model mlp:medium --steps {steps} --batch 256 --threads 1 --test-every 1000"
     command = ("python", "-m", "parallel.cli.main", *training.split())
-    status, out, err = start("--hosts", "2", "--slow-host", "2=10", "--", *command).end()
+    status, out, err = start("--hosts", "2", "--slow-host", f"2={times}", "--", *command).end()
     assert status == 0, err
     assert re.search(r"rank 1 on node2 computes \d+\.\d times as long as the other ranks", out), out
 
